@@ -64,16 +64,16 @@ class SupportReplayGRPOConfig(GRPOConfig):
         default=None,
         metadata={
             "help": "Largest accepted gap between replayed and recorded log-probs, in nats. Default: when policy and "
-            "engine both compute in float32, 1e-4 for the largest gap over tokens. In half precision the largest gap is "
-            "dominated by rounding, so there the mean gap is compared, with 0.12: three times the 0.04 measured between "
-            "a bfloat16 engine and a float32 model without any truncation."
+            "engine both compute in float32, 1e-4 for the largest gap over tokens. In half precision the largest gap "
+            "is dominated by rounding, so there the mean gap is compared, with 0.12: three times the 0.04 measured "
+            "between a bfloat16 engine and a float32 model without any truncation."
         },
     )
     entropy_scope: str = field(
         default="auto",
         metadata={
-            "help": "Distribution whose entropy TRL's entropy bonus, entropy mask and `entropy` metric use. 'full': the "
-            "whole vocabulary, as in stock TRL (costs a full projection). 'support': the renormalised support (free). "
+            "help": "Distribution whose entropy TRL's entropy bonus, entropy mask and `entropy` metric use. 'full': "
+            "the whole vocabulary, as in stock TRL (costs a full projection). 'support': the renormalised support. "
             "'auto': 'full' where the loss depends on it (entropy_coef, use_adaptive_entropy, top_entropy_quantile < "
             "1), else 'support'.",
             "choices": list(_CHOICES["entropy_scope"]),
@@ -100,7 +100,7 @@ class SupportReplayGRPOConfig(GRPOConfig):
         default=None,
         metadata={
             "help": "Further keyword arguments for `vllm.LLM` in colocate mode, for example "
-            "'{\"enforce_eager\": true, \"max_num_batched_tokens\": 512}'."
+            '\'{"enforce_eager": true, "max_num_batched_tokens": 512}\'.'
         },
     )
 

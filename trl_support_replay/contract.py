@@ -206,6 +206,13 @@ def _check_sampling(args: Any, settings: SamplingSettings) -> None:
 
 
 def _check_vllm(args: Any, settings: SamplingSettings, generation_kwargs: Mapping[str, Any]) -> None:
+    if getattr(args, "vllm_mode", "colocate") == "server":
+        raise UnreplayableSettingError(
+            "vllm_mode",
+            "server",
+            "TRL's server protocol does not carry supports",
+            "Set vllm_mode='colocate' or use_vllm=False",
+        )
     if settings.top_k == 0:
         asked = {"top_p": settings.top_p} if settings.top_p < 1 else {"min_p": settings.min_p}
         ((name, value),) = asked.items()

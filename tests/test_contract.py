@@ -1,0 +1,140 @@
+"""The contract refuses what cannot be replayed exactly, by name, and nothing else."""
+
+from types import SimpleNamespace
+
+import pytest
+from transformers import GenerationConfig
+
+from trl_support_replay.config import SupportReplayGRPOConfig
+from trl_support_replay.contract import UnreplayableSettingError, check_contract, normalize_top_k, sampling_settings
+
+VLLM = {"use_vllm": True, "top_k": 20, "top_p": 0.9}
+HF = {"use_vllm": False, "top_p": 0.9}
+
+
+def config(tmp_path, **kwargs):
+    return SupportReplayGRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to=[], **kwargs)
+
+
+@pytest.mark.parametrize("off", [None, 0, -1])
+def test_every_spelling_of_top_k_off_is_one(tmp_path, off):
+    assert normalize_top_k(off) == 0
+    assert not sampling_settings(config(tmp_path, top_k=off)).truncates
+
+
+@pytest.mark.parametrize(
+    "truncation", [{"top_k": 2}, {"top_p": 0.99}, {"min_p": 0.01}, {"generation_kwargs": {"typical_p": 0.9}}]
+)
+def test_any_truncation_switches_replay_on(tmp_path, truncation):
+    assert check_contract(config(tmp_path, **truncation)).truncates
+
+
+def test_nothing_is_refused_while_nothing_is_truncated(tmp_path):
+    args = config(tmp_path, temperature=0.0, repetition_penalty=1.3, generation_kwargs={"num_beams": 4})
+    assert not check_contract(args).truncates
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "setting"),
+    [
+        (VLLM | {"top_k": 1}, "top_k"),
+        (VLLM | {"vllm_mode": "server"}, "vllm_mode"),
+        (VLLM | {"temperature": 0.0}, "temperature"),
+        (HF | {"temperature": 0.0}, "temperature"),
+        (VLLM | {"repetition_penalty": 1.1}, "repetition_penalty"),
+        (VLLM | {"top_k": 0}, "top_p"),
+        (VLLM | {"top_k": None, "top_p": 1.0, "min_p": 0.1}, "min_p"),
+        (VLLM | {"vllm_structured_outputs_regex": "a+"}, "vllm_structured_outputs_regex"),
+        (VLLM | {"top_p": 1.2}, "top_p"),
+        (VLLM | {"generation_kwargs": {"temperature": 0.7}}, "generation_kwargs['temperature']"),
+        (VLLM | {"generation_kwargs": {"top_k": 1}}, "top_k"),
+        (VLLM | {"generation_kwargs": {"presence_penalty": 0.1}}, "generation_kwargs['presence_penalty']"),
+        (VLLM | {"generation_kwargs": {"frequency_penalty": -0.1}}, "generation_kwargs['frequency_penalty']"),
+        (VLLM | {"generation_kwargs": {"repetition_penalty": 1.2}}, "generation_kwargs['repetition_penalty']"),
+        (VLLM | {"generation_kwargs": {"logit_bias": {5: 1.0}}}, "generation_kwargs['logit_bias']"),
+        (VLLM | {"generation_kwargs": {"bad_words": ["x"]}}, "generation_kwargs['bad_words']"),
+        (VLLM | {"generation_kwargs": {"allowed_token_ids": [3]}}, "generation_kwargs['allowed_token_ids']"),
+        (
+            VLLM | {"generation_kwargs": {"structured_outputs": {"regex": "a"}}},
+            "generation_kwargs['structured_outputs']",
+        ),
+        (VLLM | {"generation_kwargs": {"n": 2}}, "generation_kwargs['n']"),
+        (VLLM | {"generation_kwargs": {"logprobs": 5}}, "generation_kwargs['logprobs']"),
+        (
+            VLLM | {"vllm_engine_kwargs": {"speculative_config": {"method": "ngram"}}},
+            "vllm_engine_kwargs['speculative_config']",
+        ),
+        (VLLM | {"vllm_engine_kwargs": {"logits_processors": ["a.b"]}}, "vllm_engine_kwargs['logits_processors']"),
+        (VLLM | {"vllm_engine_kwargs": {"logprobs_mode": "raw_logprobs"}}, "vllm_engine_kwargs['logprobs_mode']"),
+        (VLLM | {"vllm_engine_kwargs": {"max_logprobs": 5}}, "vllm_engine_kwargs['max_logprobs']"),
+        (HF | {"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching"),
+        (HF | {"generation_kwargs": {"num_beams": 2}}, "generation_kwargs['num_beams']"),
+        (HF | {"generation_kwargs": {"do_sample": False}}, "generation_kwargs['do_sample']"),
+        (HF | {"generation_kwargs": {"no_repeat_ngram_size": 3}}, "generation_kwargs['no_repeat_ngram_size']"),
+        (HF | {"generation_kwargs": {"suppress_tokens": [3]}}, "generation_kwargs['suppress_tokens']"),
+        (HF | {"generation_kwargs": {"forced_eos_token_id": 2}}, "generation_kwargs['forced_eos_token_id']"),
+        (HF | {"generation_kwargs": {"guidance_scale": 1.5}}, "generation_kwargs['guidance_scale']"),
+    ],
+)
+def test_refusals_name_setting_and_value(tmp_path, kwargs, setting):
+    with pytest.raises(UnreplayableSettingError) as error:
+        config(tmp_path, **kwargs)
+    assert error.value.setting == setting
+    assert f"{setting}={error.value.value!r}" in str(error.value)
+
+
+def test_model_defaults_are_checked_where_generate_would_use_them(tmp_path):
+    inherited = GenerationConfig(no_repeat_ngram_size=3)
+    with pytest.raises(UnreplayableSettingError, match="generation_config.no_repeat_ngram_size=3"):
+        check_contract(config(tmp_path, **HF), inherited)
+    # vLLM is given every sampling parameter, so the model's defaults do not reach it.
+    assert check_contract(config(tmp_path, **VLLM), inherited).top_k == 20
+    # TRL passes the repetition penalty itself.
+    assert check_contract(config(tmp_path, **HF), GenerationConfig(repetition_penalty=1.1)).truncates
+
+
+def test_model_defaults_can_switch_truncation_on_without_vllm(tmp_path):
+    settings = check_contract(config(tmp_path, use_vllm=False), GenerationConfig(min_p=0.2))
+    assert settings.min_p == 0.2 and settings.truncates
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"support_capture": "mask"},
+        {"synthetic_eos": "drop"},
+        {"replay_check": "no"},
+        {"kl_scope": "both"},
+        {"entropy_scope": "x"},
+    ],
+)
+def test_unknown_choices_list_the_known_ones(tmp_path, kwargs):
+    ((name, value),) = kwargs.items()
+    with pytest.raises(ValueError, match=f"{name}='{value}' is not one of"):
+        config(tmp_path, **kwargs)
+
+
+def test_a_tolerance_of_zero_points_to_the_switch(tmp_path):
+    with pytest.raises(ValueError, match="replay_check='off'"):
+        config(tmp_path, replay_tolerance=0.0)
+
+
+def test_every_field_has_help():
+    from dataclasses import fields
+
+    from trl import GRPOConfig
+
+    own = {f.name for f in fields(SupportReplayGRPOConfig)} - {f.name for f in fields(GRPOConfig)}
+    assert len(own) >= 8
+    for f in fields(SupportReplayGRPOConfig):
+        if f.name in own:
+            assert len(f.metadata["help"]) > 40, f.name
+
+
+def test_server_settings_stand_alone():
+    """The contract needs only the fields it names, so a server can ask it too."""
+    args = SimpleNamespace(
+        temperature=1.0, top_p=0.9, top_k=0, min_p=None, repetition_penalty=1.0, generation_kwargs=None, use_vllm=True
+    )
+    with pytest.raises(UnreplayableSettingError):
+        check_contract(args)

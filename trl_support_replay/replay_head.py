@@ -1,0 +1,193 @@
+"""The model's forward with support scores in place of vocabulary log-probs.
+
+`add_replay_head` gives a causal language model one more keyword argument, `replay`: a `ReplayBatch` that says which
+positions are to be scored over which supports. The head then runs inside the model's own forward, so that the hooks of
+DDP, FSDP and ZeRO-3 are armed when it reads its weight.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from .scoring import SupportCSR, lm_head_from_model, score_support
+from .traces.support import SupportRows
+
+
+@dataclass(frozen=True)
+class SampleSupport:
+    """What was recorded of one completion of `T` tokens.
+
+    Attributes:
+        token_ids: `[T]` int64, the completion.
+        rows: `T` supports; empty for observation tokens and for a synthetic end of sequence.
+        loss_mask: `[T]` bool, the tokens that the loss is over.
+    """
+
+    token_ids: np.ndarray
+    rows: SupportRows
+    loss_mask: np.ndarray
+
+
+@dataclass
+class ReplayBatch:
+    """The scored positions of one model call with `input_ids` of shape `[B, S]`.
+
+    Attributes:
+        shape: `(B, S)`.
+        positions: `[N]` int64, into the flattened `[B, S - 1]` next-token predictions.
+        sampled_ids: `[N]` int64, the tokens that were drawn there.
+        support: their `N` supports.
+        temperature: softmax temperature of the sampler.
+        outputs: names of the scores to compute; `log_probs` and `entropy` say which of them fill those fields.
+    """
+
+    shape: tuple[int, int]
+    positions: torch.Tensor
+    sampled_ids: torch.Tensor
+    support: SupportCSR
+    temperature: float
+    log_probs: str
+    entropy: str | None
+    extra: tuple[str, ...] = ()
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys([self.log_probs, *([self.entropy] if self.entropy else []), *self.extra]))
+
+    @classmethod
+    def build(
+        cls,
+        samples: Sequence[SampleSupport],
+        shape: tuple[int, int],
+        completion_length: int,
+        device: torch.device,
+        **scores: Any,
+    ) -> ReplayBatch:
+        """Align samples with a batch whose completions fill the last `completion_length` columns, padded on the right.
+
+        Args:
+            samples: `B` recorded completions.
+            shape: `(B, S)` of the input ids.
+            completion_length: number of completion columns.
+            device: where the model runs.
+            scores: `temperature`, `log_probs`, `entropy`, `extra`.
+        """
+        num_samples, length = shape
+        if len(samples) != num_samples:
+            raise ValueError(f"{len(samples)} recorded samples for a batch of {num_samples} rows.")
+        positions, sampled, rows = [], [], []
+        for b, sample in enumerate(samples):
+            if len(sample.token_ids) > completion_length:
+                raise ValueError(f"Sample {b} has {len(sample.token_ids)} tokens in {completion_length} columns.")
+            scored = np.flatnonzero(sample.loss_mask)
+            # The token in column c is predicted at column c - 1.
+            positions.append(b * (length - 1) + (length - completion_length) - 1 + scored)
+            sampled.append(sample.token_ids[scored])
+            rows.append(sample.rows[scored])
+        supports = SupportRows.concatenate(rows)
+        return cls(
+            shape=shape,
+            positions=torch.from_numpy(np.concatenate(positions)).to(device, non_blocking=True),
+            sampled_ids=torch.from_numpy(np.concatenate(sampled)).to(device, non_blocking=True),
+            support=SupportCSR.from_numpy(supports.token_ids, supports.offsets, device=device),
+            **scores,
+        )
+
+
+@dataclass
+class ReplayOutput(ModelOutput):
+    """Scores of one model call; every per-token field is `[B, S - 1]` and zero where nothing was scored.
+
+    Attributes:
+        log_probs: log-prob of each scored token, over its support (or over the vocabulary, if asked for).
+        entropy: entropy of the distribution that `ReplayBatch.entropy` names.
+        extra: further scores, in the order of `ReplayBatch.extra`.
+        aux_loss: load-balancing loss of a mixture-of-experts model, when router logits are asked for.
+    """
+
+    log_probs: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    extra: tuple[torch.Tensor, ...] | None = None
+    aux_loss: torch.Tensor | None = None
+
+
+def add_replay_head(model: PreTrainedModel) -> None:
+    """Let `model(..., replay=batch)` return a `ReplayOutput`; without `replay` the forward is the one it had.
+
+    Args:
+        model: a causal language model, before it is wrapped by PEFT, DDP, FSDP or DeepSpeed.
+    """
+    original = model.forward
+
+    # `generate` checks its keyword arguments against the signature.
+    @functools.wraps(original)
+    def forward(self: PreTrainedModel, *args: Any, replay: ReplayBatch | None = None, **kwargs: Any) -> Any:
+        if replay is None:
+            return original(*args, **kwargs)
+        # The caller's fused-head arguments: here the batch says what is scored.
+        for name in ("labels", "fused_lm_head"):
+            kwargs.pop(name, None)
+        return _score(self, replay, args, kwargs)
+
+    model.forward = types.MethodType(forward, model)
+
+
+def _score(model: PreTrainedModel, replay: ReplayBatch, args: tuple, kwargs: dict[str, Any]) -> ReplayOutput:
+    input_ids = kwargs["input_ids"]
+    kwargs["use_cache"] = False
+    config = model.config.get_text_config()
+    if getattr(config, "output_router_logits", False):
+        kwargs.setdefault("output_router_logits", True)
+    # Looked up at each call: FSDP and PEFT replace modules after the head was added.
+    backbone = model.base_model(*args, **kwargs)
+    hidden = backbone.last_hidden_state  # [B, S, H]
+    num_samples, length = replay.shape
+    if hidden.shape[:2] != replay.shape:
+        raise ValueError(
+            f"The model returned hidden states for {tuple(hidden.shape[:2])} positions where {replay.shape} were "
+            "expected. Adapters that add virtual tokens (prompt tuning, prefix tuning) cannot be replayed."
+        )
+    targets = input_ids[:, 1:].reshape(-1)
+    torch._assert_async(
+        (targets[replay.positions] == replay.sampled_ids).all(), "the supports belong to other tokens than the batch's"
+    )
+    hidden = hidden[:, :-1].reshape(-1, hidden.shape[-1])[replay.positions]  # [N, H]
+    # The scorer chooses its own precision; under autocast its products would fall back to half.
+    with torch.autocast(hidden.device.type, enabled=False):
+        scores = score_support(
+            hidden,
+            lm_head_from_model(model),
+            replay.sampled_ids,
+            replay.support,
+            temperature=replay.temperature,
+            outputs=replay.outputs,
+            empty_rows="full",
+        )
+
+    def spread(values: torch.Tensor) -> torch.Tensor:
+        grid = values.new_zeros(num_samples * (length - 1)).index_copy(0, replay.positions.to(values.device), values)
+        return grid.view(num_samples, length - 1)
+
+    return ReplayOutput(
+        log_probs=spread(getattr(scores, replay.log_probs)),
+        entropy=spread(getattr(scores, replay.entropy)) if replay.entropy else None,
+        extra=tuple(spread(getattr(scores, name)) for name in replay.extra) or None,
+        aux_loss=_load_balancing_loss(config, backbone, kwargs) if kwargs.get("output_router_logits") else None,
+    )
+
+
+def _load_balancing_loss(config: Any, backbone: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    return load_balancing_loss_func(
+        backbone.router_logits, config.num_experts, config.num_experts_per_tok, kwargs.get("attention_mask")
+    )
