@@ -1,3 +1,50 @@
-"""Score the policy on the distribution the sampler really drew from."""
+"""Score the policy on the distribution the sampler really drew from.
+
+Importing the package imports neither TRL, nor torch, nor an engine, and changes nothing in them; names are resolved
+when they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .config import SupportReplayGRPOConfig
+    from .contract import UnreplayableSettingError
+    from .replay_check import ReplayGapError
+    from .scoring import score_support, score_support_from_logits
+    from .traces.support import SupportRows
+    from .trainer import SupportReplayGRPOTrainer
 
 __version__ = "0.1.0"
+
+_EXPORTS = {
+    "SupportReplayGRPOConfig": "config",
+    "SupportReplayGRPOTrainer": "trainer",
+    "UnreplayableSettingError": "contract",
+    "ReplayGapError": "replay_check",
+    "SupportRows": "traces.support",
+    "score_support": "scoring",
+    "score_support_from_logits": "scoring",
+}
+__all__ = [
+    "ReplayGapError",
+    "SupportReplayGRPOConfig",
+    "SupportReplayGRPOTrainer",
+    "SupportRows",
+    "UnreplayableSettingError",
+    "__version__",
+    "score_support",
+    "score_support_from_logits",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _EXPORTS:
+        return getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_EXPORTS})
