@@ -1,0 +1,55 @@
+# make demo       train a small real model with replay, then without, and compare (STEPS=20)
+# make test       everything but the slow tests
+# make test-all   every test
+# make lint       ruff and mypy
+# make pins       write requirements/cpu.txt anew from requirements/cpu.in
+# make clean      remove .venv, caches and what runs left behind
+#
+# Every target builds .venv first, when it is missing or the pins changed. PYTHON names the interpreter.
+PYTHON ?= python3.11
+STEPS ?= 20
+VENV := .venv
+RUN := $(VENV)/bin/python
+
+# Two cores are enough for the small models here; more threads than cores make them slower.
+export OMP_NUM_THREADS ?= 2
+export HF_HUB_OFFLINE = 1
+export VLLM_NO_USAGE_STATS = 1
+
+.PHONY: help venv demo test test-all lint pins clean
+
+help:
+	@sed -n 's/^# make /  make /p' Makefile
+
+venv:
+	@scripts/build_venv.sh $(PYTHON) $(VENV)
+
+demo: venv
+	@$(RUN) -m trl_support_replay demo --steps $(STEPS)
+
+test: venv
+	@echo "==> Tests, except slow ones"
+	@$(RUN) -m pytest -q -m "not slow"
+
+test-all: venv
+	@echo "==> All tests"
+	@$(RUN) -m pytest -q
+
+lint: venv
+	@echo "==> ruff check"
+	@$(RUN) -m ruff check .
+	@echo "==> ruff format --check"
+	@$(RUN) -m ruff format --check .
+	@echo "==> mypy"
+	@$(RUN) -m mypy
+
+pins:
+	@echo "==> Resolving requirements/cpu.in in a fresh environment"
+	@rm -rf build/pins && $(PYTHON) -m venv build/pins
+	@build/pins/bin/python -m pip install -qq packaging
+	@build/pins/bin/python scripts/make_pins.py
+	@rm -rf build/pins
+
+clean:
+	rm -rf $(VENV) build dist site runs models .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
