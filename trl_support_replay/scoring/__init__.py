@@ -1,0 +1,17 @@
+"""Log-probs of sampled tokens over the sets they were drawn from, and what follows from them."""
+
+from .candidates import SupportCSR
+from .head_from_model import lm_head_from_model
+from .lm_head import LMHead, LoRAFactors, VocabShard
+from .support_scores import SupportScores, score_support, score_support_from_logits
+
+__all__ = [
+    "LMHead",
+    "LoRAFactors",
+    "SupportCSR",
+    "SupportScores",
+    "VocabShard",
+    "lm_head_from_model",
+    "score_support",
+    "score_support_from_logits",
+]

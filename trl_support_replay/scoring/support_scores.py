@@ -1,0 +1,315 @@
+"""Log-probs of sampled tokens over the sets they were drawn from.
+
+    log pi(a | s, S) = z_a - logsumexp_{v in S} z_v
+
+with `z` the logits after scale, softcap and temperature, and `S` fixed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.distributed import ProcessGroup
+
+from .candidates import CandidatePlan, SupportCSR
+from .collectives import max_over_group, share_with_group, sum_over_group
+from .full_projection import FullProjection, LogitTransform, TilePairs
+from .lm_head import LMHead, VocabShard
+from .precision import compute_dtype, full_precision
+from .reference import dense_projection, full_statistics
+from .row_statistics import RowStatistics, SegmentPick, SegmentStatistics, segment_sum
+from .union_product import UnionProduct
+
+OUTPUTS = ("logprobs", "support_entropy", "full_logprobs", "full_entropy", "log_mass")
+FULL_OUTPUTS = frozenset(("full_logprobs", "full_entropy", "log_mass"))
+IMPLEMENTATIONS = ("auto", "reference", "union")
+EMPTY_ROWS = ("error", "full")
+
+
+@dataclass
+class SupportScores:
+    """Scores of `N` tokens, each `[N]`, float32 (float64 for float64 inputs), or `None` where not asked for.
+
+    Attributes:
+        logprobs: log-prob of the sampled token, renormalised over its support.
+        support_entropy: entropy of that distribution, in nats.
+        full_logprobs: log-prob of the sampled token over the whole vocabulary.
+        full_entropy: entropy over the whole vocabulary, in nats.
+        log_mass: log of the whole-vocabulary probability that the support holds.
+    """
+
+    logprobs: torch.Tensor | None = None
+    support_entropy: torch.Tensor | None = None
+    full_logprobs: torch.Tensor | None = None
+    full_entropy: torch.Tensor | None = None
+    log_mass: torch.Tensor | None = None
+
+
+def score_support(
+    hidden: torch.Tensor,
+    head: LMHead,
+    sampled_ids: torch.Tensor,
+    support: SupportCSR,
+    *,
+    temperature: float = 1.0,
+    outputs: Sequence[str] = ("logprobs",),
+    implementation: str = "auto",
+    empty_rows: str = "error",
+) -> SupportScores:
+    """Score sampled tokens over their supports, from hidden states.
+
+    Only the candidates' logits are computed unless a full-vocabulary output is asked for. Every score is differentiable
+    with respect to the hidden states and all parts of the head. A token whose support is itself alone has log-prob and
+    entropy exactly 0 and costs nothing.
+
+    With a sharded vocabulary, all ranks of the group call this with the same tokens and supports; forward makes one
+    maximum and one sum over the group, backward one sum. Ranks that own none of the candidates take part.
+
+    Args:
+        hidden: `[N, H]`, the states that predict the sampled tokens.
+        head: the output projection.
+        sampled_ids: `[N]` integers.
+        support: `N` rows of candidate ids.
+        temperature: the sampler's softmax temperature.
+        outputs: names among those of `SupportScores`. `full_logprobs`, `full_entropy` and `log_mass` cost a projection
+            on the whole vocabulary; the support's logits then come from the same projection.
+        implementation: "union" computes pairs only; "reference" is the slow one by which it is judged, and holds the
+            `[N, V]` logits; "auto" takes the fastest.
+        empty_rows: "error" refuses rows without recorded support; "full" scores them over the whole vocabulary, at the
+            cost of a full projection for those rows.
+
+    Raises:
+        ValueError: shapes that disagree, an unknown name, a temperature that is not above 0, an empty row where they
+            are refused, a candidate beyond the head, a candidate twice in a row, a sampled token that is not in its
+            row. (On a GPU the last one is a device-side assertion, so as not to wait for the device.)
+    """
+    _check(hidden, sampled_ids, support, temperature, outputs, empty_rows)
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation='{implementation}' is not among {', '.join(IMPLEMENTATIONS)}.")
+    if hidden.shape[1] != head.weight.shape[1]:
+        raise ValueError(f"hidden has width {hidden.shape[1]} and the head's weight {head.weight.shape[1]}.")
+    transform = LogitTransform(head.logit_scale, head.softcap, temperature)
+    plan = _plan(support, head.shard, head.weight.shape[0], sampled_ids)
+    with full_precision(hidden.device):
+        hidden, low_rank, lora_b = _shared_inputs(hidden, head)
+        if implementation == "reference":
+            logits = transform(dense_projection(hidden, head.weight, head.bias, low_rank, lora_b))
+            return _score_dense(logits, sampled_ids, plan, head.shard, outputs)
+
+        inputs = (hidden, head.weight, head.bias, low_rank, lora_b)
+        sampled = sampled_ids.long() - head.vocab_range[0]
+        if FULL_OUTPUTS.isdisjoint(outputs):
+            pair_logits = transform(UnionProduct.apply(*inputs, plan))
+            full = None
+            if len(plan.empty_rows):
+                rows = plan.empty_rows
+                low_rank = None if low_rank is None else low_rank[rows]
+                inputs = (hidden[rows], head.weight, head.bias, low_rank, lora_b)
+                _, full = _full_statistics(inputs, transform, sampled[rows], None)
+        else:
+            pair_logits, full = _full_statistics(inputs, transform, sampled, plan)
+        return _finish(pair_logits, full, sampled, plan, head.group, outputs, len(hidden))
+
+
+def score_support_from_logits(
+    logits: torch.Tensor,
+    sampled_ids: torch.Tensor,
+    support: SupportCSR,
+    *,
+    shard: VocabShard | None = None,
+    temperature: float = 1.0,
+    outputs: Sequence[str] = ("logprobs",),
+    empty_rows: str = "error",
+) -> SupportScores:
+    """Score sampled tokens over their supports, from logits that exist already.
+
+    Args:
+        logits: `[N, V_local]`, after scale and softcap, before temperature.
+        shard: the part of the vocabulary that `logits` holds; `None` when it holds all.
+        sampled_ids, support, temperature, outputs, empty_rows: as in [`score_support`].
+
+    Raises:
+        ValueError: as [`score_support`].
+    """
+    _check(logits, sampled_ids, support, temperature, outputs, empty_rows)
+    if shard is not None and shard.stop - shard.start != logits.shape[1]:
+        raise ValueError(
+            f"The vocabulary shard [{shard.start}, {shard.stop}) has {shard.stop - shard.start} rows and the logits "
+            f"{logits.shape[1]} columns."
+        )
+    plan = _plan(support, shard, logits.shape[1], sampled_ids)
+    with full_precision(logits.device):
+        logits = logits.to(compute_dtype(logits)) / temperature
+        return _score_dense(logits, sampled_ids, plan, shard, outputs)
+
+
+def _shared_inputs(
+    hidden: torch.Tensor, head: LMHead
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """What all shards hold alike, with gradients summed over them: hidden states, and their low-rank projection."""
+    reduces = head.shard is None or head.shard.reduce_hidden_grad
+    lora_a = None if head.lora is None else head.lora.a
+    if reduces and lora_a is not None:
+        hidden, lora_a = share_with_group(head.group, hidden, lora_a)
+    elif reduces:
+        (hidden,) = share_with_group(head.group, hidden)
+    elif lora_a is not None:
+        (lora_a,) = share_with_group(head.group, lora_a)
+    if head.lora is None or lora_a is None:
+        return hidden, None, None
+    dtype = compute_dtype(hidden, head.weight)
+    return hidden, hidden.to(dtype) @ lora_a.to(dtype).T * head.lora.scaling, head.lora.b
+
+
+def _score_dense(
+    logits: torch.Tensor,
+    sampled_ids: torch.Tensor,
+    plan: CandidatePlan,
+    shard: VocabShard | None,
+    outputs: Sequence[str],
+) -> SupportScores:
+    sampled = sampled_ids.long() - (0 if shard is None else shard.start)
+    pair_logits = logits[plan.rows[plan.pair_rows], plan.pair_ids]
+    full = None
+    if not FULL_OUTPUTS.isdisjoint(outputs):
+        full = full_statistics(logits, sampled)
+    elif len(plan.empty_rows):
+        full = full_statistics(logits[plan.empty_rows], sampled[plan.empty_rows])
+    return _finish(pair_logits, full, sampled, plan, None if shard is None else shard.group, outputs, len(logits))
+
+
+def _full_statistics(
+    inputs: tuple, transform: LogitTransform, sampled: torch.Tensor, plan: CandidatePlan | None
+) -> tuple[torch.Tensor, RowStatistics]:
+    hidden, weight = inputs[:2]
+    rows = ids = np.zeros(0, dtype=np.int64)
+    if plan is not None:
+        rows, ids = plan.host_rows[plan.host_pair_rows], plan.host_pair_ids
+    pairs = TilePairs.build(rows, ids, len(hidden), len(weight), hidden.device)
+    pair_logits, *statistics = FullProjection.apply(*inputs, transform, sampled, pairs)
+    return pair_logits, RowStatistics(*statistics)
+
+
+def _finish(
+    pair_logits: torch.Tensor,
+    full: RowStatistics | None,
+    sampled: torch.Tensor,
+    plan: CandidatePlan,
+    group: ProcessGroup | None,
+    outputs: Sequence[str],
+    num_tokens: int,
+) -> SupportScores:
+    """From this shard's logits to scores.
+
+    `full` covers all tokens when a full-vocabulary output is asked for, else only those without recorded support.
+    """
+    hits = plan.pair_ids == sampled[plan.rows[plan.pair_rows]]
+    maximum, sum_exp, sum_zexp = SegmentStatistics.apply(pair_logits, plan.pair_rows, plan.row_offsets)
+    target = SegmentPick.apply(pair_logits, hits, plan.pair_rows, plan.row_offsets)
+    support = RowStatistics(maximum, sum_exp, sum_zexp, target)
+    parts = [support] if full is None else [support, full]
+    hit_counts = segment_sum(hits.to(pair_logits.dtype), plan.row_offsets)
+    parts, hit_counts = _combine_shards(parts, hit_counts, group)
+    _check_hits(hit_counts, plan)
+    support = parts[0]
+    wants_full = not FULL_OUTPUTS.isdisjoint(outputs)
+
+    # Singletons stay at 0.
+    logprobs = support.target.new_zeros(num_tokens).index_copy(0, plan.rows, _logprob(support))
+    entropy = support.target.new_zeros(num_tokens).index_copy(0, plan.rows, _entropy(support))
+    scores = SupportScores()
+    if full is not None:
+        full_logprob, full_entropy = _logprob(parts[1]), _entropy(parts[1])
+        empty = plan.empty_rows
+        at_empty = (full_logprob[empty], full_entropy[empty]) if wants_full else (full_logprob, full_entropy)
+        logprobs, entropy = logprobs.index_copy(0, empty, at_empty[0]), entropy.index_copy(0, empty, at_empty[1])
+        if wants_full:
+            scores.full_logprobs, scores.full_entropy = full_logprob, full_entropy
+            whole = _log_normaliser(parts[1])
+            log_mass = torch.where(plan.singletons, full_logprob, 0)
+            scores.log_mass = log_mass.index_copy(0, plan.rows, _log_normaliser(support) - whole[plan.rows])
+    scores.logprobs, scores.support_entropy = logprobs, entropy
+    for name in set(OUTPUTS) - set(outputs):
+        setattr(scores, name, None)
+    return scores
+
+
+def _combine_shards(
+    parts: list[RowStatistics], hit_counts: torch.Tensor, group: ProcessGroup | None
+) -> tuple[list[RowStatistics], torch.Tensor]:
+    """Statistics over all shards, by one maximum and one sum over the group."""
+    if group is None:
+        return parts, hit_counts
+    sizes = [len(part.max) for part in parts]
+    maxima = max_over_group(torch.cat([part.max for part in parts]), group).split(sizes)
+    local = []
+    for part, maximum in zip(parts, maxima, strict=True):
+        local += [*part.relative_to(maximum), part.target]
+    total = sum_over_group(torch.cat([*local, hit_counts]), group)
+    *columns, hit_counts = total.split([size for size in sizes for _ in range(3)] + [len(hit_counts)])
+    combined = [RowStatistics(maximum, *columns[3 * i : 3 * i + 3]) for i, maximum in enumerate(maxima)]
+    return combined, hit_counts.detach()
+
+
+def _logprob(rows: RowStatistics) -> torch.Tensor:
+    return (rows.target - rows.max) - rows.sum_exp.log()
+
+
+def _entropy(rows: RowStatistics) -> torch.Tensor:
+    return rows.sum_exp.log() - rows.sum_zexp / rows.sum_exp
+
+
+def _log_normaliser(rows: RowStatistics) -> torch.Tensor:
+    return rows.max + rows.sum_exp.log()
+
+
+def _plan(support: SupportCSR, shard: VocabShard | None, num_vocab: int, sampled_ids: torch.Tensor) -> CandidatePlan:
+    if shard is None:
+        if sampled_ids.device.type == "cpu":
+            support.validate(sampled_ids, num_vocab)
+        return support.plan(0, num_vocab)
+    return support.plan(shard.start, shard.stop)
+
+
+def _check(
+    inputs: torch.Tensor,
+    sampled_ids: torch.Tensor,
+    support: SupportCSR,
+    temperature: float,
+    outputs: Sequence[str],
+    empty_rows: str,
+) -> None:
+    if inputs.dim() != 2 or sampled_ids.shape != inputs.shape[:1] or len(support) != len(inputs):
+        raise ValueError(
+            f"Scoring needs one row of states, one sampled id and one support a token, not shapes "
+            f"{tuple(inputs.shape)} and {tuple(sampled_ids.shape)} and {len(support)} supports."
+        )
+    if not (temperature > 0 and math.isfinite(temperature)):
+        raise ValueError(f"temperature={temperature}: a sampled distribution has a temperature above 0.")
+    unknown = [name for name in outputs if name not in OUTPUTS]
+    if unknown or not outputs:
+        raise ValueError(f"outputs={tuple(outputs)}: choose one or more among {', '.join(OUTPUTS)}.")
+    if empty_rows not in EMPTY_ROWS:
+        raise ValueError(f"empty_rows='{empty_rows}' is not among {', '.join(EMPTY_ROWS)}.")
+    if empty_rows == "error":
+        empty = np.flatnonzero(np.diff(support.host_offsets) == 0)
+        if len(empty):
+            raise ValueError(
+                f"{len(empty)} of {len(support)} tokens have no recorded support (first: token {empty[0]}). Leave them "
+                "out, or pass empty_rows='full' to score them over the whole vocabulary."
+            )
+
+
+def _check_hits(hit_counts: torch.Tensor, plan: CandidatePlan) -> None:
+    message = "A sampled token is not among the ids of its support."
+    if hit_counts.device.type == "cpu":
+        missing = (hit_counts != 1).nonzero()
+        if len(missing):
+            row = plan.host_rows[int(missing[0, 0])]
+            raise ValueError(f"{message} First: token {row}; so for {len(missing)} of {len(plan.singletons)} tokens.")
+    else:
+        torch._assert_async((hit_counts == 1).all(), message)
