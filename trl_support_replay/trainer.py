@@ -323,6 +323,8 @@ class SupportReplayGRPOTrainer(GRPOTrainer):
         recorded = batch["sampling_per_token_logps"]
         mask = _recorded_mask(batch[_SAMPLES], recorded.shape).to(recorded.device)
         statistics = GapStatistics.gather(replayed, recorded, mask, self.accelerator.gather)
+        if statistics.num_tokens == 0:
+            return
         metrics = self._metrics["train"]
         metrics["support/logprob_gap_mean"].append(statistics.mean)
         metrics["support/logprob_gap_max"].append(statistics.max)
@@ -330,7 +332,7 @@ class SupportReplayGRPOTrainer(GRPOTrainer):
         metrics["sampling/importance_sampling_ratio_raw/min"].append(statistics.ratio_min)
         metrics["sampling/importance_sampling_ratio_raw/max"].append(statistics.ratio_max)
         metrics["sampling/outside_10pct"].append(statistics.outside_10pct)
-        if self.args.replay_check == "off" or statistics.num_tokens == 0 or not statistics.exceeds(self._tolerance):
+        if self.args.replay_check == "off" or not statistics.exceeds(self._tolerance):
             return
         cause = explain(
             replayed, recorded, mask, self.temperature, lambda t: self._rescore(batch, t), self._stale_weights()
