@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+Gather = Callable[[torch.Tensor], torch.Tensor]
+
 # A cause is believed when undoing it leaves less than this part of the gap.
 _EXPLAINS = 0.1
 # Measured between a bfloat16 engine and a float32 model without truncation, in nats: mean over tokens.
@@ -66,7 +68,7 @@ class GapStatistics:
         replayed: torch.Tensor,
         recorded: torch.Tensor,
         mask: torch.Tensor,
-        gather: Callable[[torch.Tensor], torch.Tensor],
+        gather: Gather,
     ) -> GapStatistics:
         """Reduce over processes.
 
@@ -113,8 +115,11 @@ def explain(
     temperature: float,
     rescore: Callable[[float], torch.Tensor],
     weights: str | None,
+    gather: Gather,
 ) -> str:
     """The likely cause of a gap, in one sentence with its evidence.
+
+    Every process takes the same decisions, so that those that shard the model run the same forwards.
 
     Args:
         replayed, recorded: `[B, T]` log-probs.
@@ -122,20 +127,24 @@ def explain(
         temperature: the trainer's temperature.
         rescore: gives `[B, T]` replayed log-probs at another temperature.
         weights: a sentence when engine and policy are known to hold different weights.
+        gather: concatenates a `[1, 2]` tensor over processes along dim 0.
     """
     if weights:
         return f"The engine is stale: {weights}."
-    gap = _mean_gap(replayed, recorded, mask)
+    gap, _ = _mean_gap(replayed, recorded, mask, gather)
     for shift in (1, -1):
         moved = torch.roll(recorded, -shift, dims=1)
         both = mask & torch.roll(mask, -shift, dims=1)
         both[:, -1 if shift > 0 else 0] = False
-        if both.sum() > 4 and _mean_gap(replayed, moved, both) < _EXPLAINS * gap:
+        shifted_gap, num_tokens = _mean_gap(replayed, moved, both, gather)
+        if num_tokens > 4 and shifted_gap < _EXPLAINS * gap:
             return (
                 f"The recorded log-probs are shifted by one: the gap vanishes when token t is compared with the record "
                 f"of token t{shift:+d}."
             )
-    best, best_gap = _fit_temperature(recorded, mask, temperature, rescore)
+    best, best_gap = _fit_temperature(
+        lambda t: _mean_gap(rescore(t), recorded, mask, gather)[0], temperature / 4, temperature * 4
+    )
     if best_gap < _EXPLAINS * gap:
         return (
             f"The engine sampled at another temperature: at temperature={best:.3g} the mean gap falls from {gap:.2g} "
@@ -148,29 +157,25 @@ def explain(
     )
 
 
-def _mean_gap(replayed: torch.Tensor, recorded: torch.Tensor, mask: torch.Tensor) -> float:
-    return (replayed - recorded)[mask].abs().mean().item()
+def _mean_gap(replayed: torch.Tensor, recorded: torch.Tensor, mask: torch.Tensor, gather: Gather) -> tuple[float, int]:
+    gaps = (replayed - recorded)[mask].abs()
+    total, count = gather(torch.stack([gaps.sum(), mask.sum().to(gaps.dtype)])[None]).sum(dim=0).tolist()
+    return total / max(count, 1.0), int(count)
 
 
-def _fit_temperature(
-    recorded: torch.Tensor, mask: torch.Tensor, temperature: float, rescore: Callable[[float], torch.Tensor]
-) -> tuple[float, float]:
-    """Golden-section search for the temperature with the least mean gap, from a quarter to four times the trainer's."""
-
-    def gap(log_temperature: float) -> float:
-        return _mean_gap(rescore(math.exp(log_temperature)), recorded, mask)
-
+def _fit_temperature(gap: Callable[[float], float], low: float, high: float) -> tuple[float, float]:
+    """Golden-section search in log-temperature for the least gap; returns the temperature and its gap."""
     golden = (math.sqrt(5) - 1) / 2
-    low, high = math.log(temperature / 4), math.log(temperature * 4)
-    left, right = high - golden * (high - low), low + golden * (high - low)
-    gap_left, gap_right = gap(left), gap(right)
+    a, b = math.log(low), math.log(high)
+    left, right = b - golden * (b - a), a + golden * (b - a)
+    gap_left, gap_right = gap(math.exp(left)), gap(math.exp(right))
     for _ in range(14):
         if gap_left < gap_right:
-            high, right, gap_right = right, left, gap_left
-            left = high - golden * (high - low)
-            gap_left = gap(left)
+            b, right, gap_right = right, left, gap_left
+            left = b - golden * (b - a)
+            gap_left = gap(math.exp(left))
         else:
-            low, left, gap_left = left, right, gap_right
-            right = low + golden * (high - low)
-            gap_right = gap(right)
+            a, left, gap_left = left, right, gap_right
+            right = a + golden * (b - a)
+            gap_right = gap(math.exp(right))
     return (math.exp(left), gap_left) if gap_left < gap_right else (math.exp(right), gap_right)

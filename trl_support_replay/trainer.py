@@ -76,6 +76,10 @@ class SupportReplayGRPOTrainer(GRPOTrainer):
         ReplayGapError: during training, when replayed and recorded log-probs differ (see `replay_check`).
     """
 
+    args: SupportReplayGRPOConfig  # type: ignore[assignment]
+    model: Any
+    vllm_generation: Any
+
     def __init__(
         self,
         model: Any,
@@ -335,7 +339,13 @@ class SupportReplayGRPOTrainer(GRPOTrainer):
         if self.args.replay_check == "off" or not statistics.exceeds(self._tolerance):
             return
         cause = explain(
-            replayed, recorded, mask, self.temperature, lambda t: self._rescore(batch, t), self._stale_weights()
+            replayed,
+            recorded,
+            mask,
+            self.temperature,
+            lambda temperature: self._rescore(batch, temperature),
+            self._stale_weights(),
+            self.accelerator.gather,
         )
         message = (
             f"Replayed and recorded log-probs differ by {statistics.max:.3g} at most and {statistics.mean:.3g} on "
@@ -467,8 +477,8 @@ def _own_generation_config(model: Any, args: SupportReplayGRPOConfig) -> Generat
     """The model's generation defaults, read without loading its weights; `None` when it has none."""
     if not isinstance(model, str):
         return getattr(model, "generation_config", None)
-    revision = (args.model_init_kwargs or {}).get("revision")
+    init_kwargs: Any = args.model_init_kwargs or {}  # a dict by now: the config has parsed what came as JSON
     try:
-        return GenerationConfig.from_pretrained(model, revision=revision)
+        return GenerationConfig.from_pretrained(model, revision=init_kwargs.get("revision") or "main")
     except OSError:
         return None

@@ -1,0 +1,150 @@
+"""What a long run does besides steps: evaluate, log completions, stop and resume; and what a custom rollout returns."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from trl import GRPOConfig
+
+from trl_support_replay import SupportReplayGRPOTrainer, UnreplayableSettingError
+from trl_support_replay.traces.support import SupportError
+
+from .conftest import sums
+
+HF = {"use_vllm": False, "top_p": 0.9}
+
+
+def test_evaluation_is_stock_and_records_nothing(build, tiny_model_path):
+    trainer = build(
+        tiny_model_path,
+        **HF,
+        eval_dataset=sums(4),
+        eval_strategy="steps",
+        eval_steps=1,
+        per_device_eval_batch_size=4,
+    )
+    trainer.train()
+    logs = trainer.state.log_history
+    evaluations = [log for log in logs if "eval_reward" in log]
+    assert len(evaluations) == 2
+    assert not any(key.startswith(("eval_support", "eval_sampling/outside")) for log in evaluations for key in log)
+    assert sum("support/logprob_gap_max" in log for log in logs) == 2
+
+
+def test_greedy_evaluation_works(build, tiny_model_path):
+    trainer = build(tiny_model_path, **HF, eval_dataset=sums(4), per_device_eval_batch_size=4)
+    trainer.generation_config.do_sample = False
+    assert "eval_reward" in trainer.evaluate()
+
+
+def test_completions_are_logged(build, tiny_model_path, tmp_path):
+    build(tiny_model_path, **HF, log_completions=True).train()
+    table = pd.read_parquet(tmp_path / "run" / "completions" / "completions_00002.parquet")
+    assert len(table) == 4 and {"prompt", "completion", "advantage"} <= set(table)
+
+
+def test_resuming_continues_the_run(build, tiny_model_path, tmp_path):
+    settings = HF | {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "num_iterations": 2}
+    whole = build(tiny_model_path, **settings, output_dir=str(tmp_path / "whole"))
+    whole.train()
+    part = build(tiny_model_path, **settings, output_dir=str(tmp_path / "part"))
+    part.args.max_steps = 2
+    part.train()
+    resumed = build(tiny_model_path, **settings, output_dir=str(tmp_path / "part"))
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 4
+    steps = [log["step"] for log in resumed.state.log_history if "support/logprob_gap_max" in log]
+    assert steps == [1, 3]
+    state = json.loads((tmp_path / "part" / "checkpoint-4" / "trainer_state.json").read_text())
+    assert state["log_history"][0]["support/size_mean"] > 1
+
+
+def test_stock_arguments_are_refused(tiny_model_path, tmp_path):
+    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+    with pytest.raises(TypeError, match="args is a GRPOConfig.*SupportReplayGRPOConfig"):
+        SupportReplayGRPOTrainer(tiny_model_path, lambda **_: [], args, train_dataset=sums())
+
+
+def test_the_models_own_generation_config_is_checked_before_it_is_loaded(build, tiny_model_path, tmp_path):
+    from transformers import GenerationConfig
+
+    # A folder with nothing but a generation config: loading the model would fail with another error.
+    folder = tmp_path / "no-weights"
+    GenerationConfig(no_repeat_ngram_size=2).save_pretrained(folder)
+    with pytest.raises(UnreplayableSettingError, match="generation_config.no_repeat_ngram_size=2"):
+        build(str(folder), **HF)
+
+
+@pytest.mark.parametrize("synthetic_eos", ["full_vocab", "mask", "error"])
+def test_one_end_of_sequence_that_nobody_sampled(build, tiny_model_path, monkeypatch, synthetic_eos):
+    trainer = build(tiny_model_path, **HF, synthetic_eos=synthetic_eos)
+    generate = SupportReplayGRPOTrainer.__mro__[1]._generate
+
+    def append_eos(self, prompts):
+        prompt_ids, ids, mask, completions, logprobs, *rest = generate(self, prompts)
+        ids = [[*x, 2] for x in ids]
+        logprobs = [[*x, 0.0] for x in logprobs]
+        return prompt_ids, ids, mask, completions, logprobs, *rest
+
+    monkeypatch.setattr(SupportReplayGRPOTrainer.__mro__[1], "_generate", append_eos)
+    if synthetic_eos == "error":
+        with pytest.raises(SupportError, match="synthetic_eos='error' refuses it"):
+            trainer.train()
+        return
+    seen = []
+    compute = trainer._compute_loss
+
+    def spy(model, inputs):
+        loss = compute(model, inputs)
+        seen.append(inputs)
+        return loss
+
+    scored = []
+    score = trainer._get_per_token_logps_and_entropies
+
+    def spy_scores(*args, **kwargs):
+        out = score(*args, **kwargs)
+        scored.append(out[0].detach())
+        return out
+
+    monkeypatch.setattr(trainer, "_compute_loss", spy)
+    monkeypatch.setattr(trainer, "_get_per_token_logps_and_entropies", spy_scores)
+    trainer.train()
+    log = trainer.state.log_history[0]
+    assert log["support/synthetic_eos"] == 4 and log["support/logprob_gap_max"] <= 1e-4
+    lasts = [len(s.token_ids) - 1 for s in seen[0]["support_samples"]]
+    eos = torch.stack([scored[0][b, t] for b, t in enumerate(lasts)])
+    if synthetic_eos == "mask":
+        assert all(seen[0]["tool_mask"][b, t] == 0 for b, t in enumerate(lasts))
+        assert (eos == 0).all()
+    else:  # its ordinary log-prob over the whole vocabulary
+        inputs = seen[0]
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+        keep = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        fresh = type(trainer.model).from_pretrained(tiny_model_path)
+        logp = fresh(input_ids=ids, attention_mask=keep).logits.log_softmax(-1)
+        start = inputs["prompt_ids"].shape[1]
+        want = torch.stack([logp[b, start + t - 1, 2] for b, t in enumerate(lasts)])
+        torch.testing.assert_close(eos, want.detach(), atol=1e-5, rtol=1e-5)
+
+
+def test_supports_stay_with_their_samples_through_shuffling_and_splitting(build, tiny_model_path):
+    trainer = build(
+        tiny_model_path, **HF, per_device_train_batch_size=4, steps_per_generation=4, num_iterations=2, max_steps=8
+    )
+    original = trainer._compute_loss
+    batches = []
+
+    def check(model, inputs):
+        for b, sample in enumerate(inputs["support_samples"]):
+            length = int(inputs["completion_mask"][b].sum())
+            np.testing.assert_array_equal(sample.token_ids, inputs["completion_ids"][b, :length].numpy())
+            assert sample.rows.contains(sample.token_ids).all()
+        batches.append(len(inputs["support_samples"]))
+        return original(model, inputs)
+
+    trainer._compute_loss = check
+    trainer.train()
+    assert batches == [4] * 8
