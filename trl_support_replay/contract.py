@@ -44,6 +44,11 @@ class SamplingSettings:
     min_p: float = 0.0
     other: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        """The settings that truncate, as a user wrote them."""
+        on = {"top_k": self.top_k > 0, "top_p": self.top_p < 1.0, "min_p": self.min_p > 0.0}
+        return ", ".join([f"{name}={getattr(self, name)}" for name, is_on in on.items() if is_on] + list(self.other))
+
     @property
     def truncates(self) -> bool:
         """Whether any token can be cut from the distribution, that is, whether there is something to replay."""

@@ -188,6 +188,8 @@ def _score(model: PreTrainedModel, replay: ReplayBatch, args: tuple, kwargs: dic
 def _load_balancing_loss(config: Any, backbone: Any, kwargs: dict[str, Any]) -> torch.Tensor:
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-    return load_balancing_loss_func(
+    loss = load_balancing_loss_func(
         backbone.router_logits, config.num_experts, config.num_experts_per_tok, kwargs.get("attention_mask")
     )
+    assert isinstance(loss, torch.Tensor)  # 0 only for a model without router logits, which TRL does not ask
+    return loss

@@ -22,13 +22,13 @@ from trl import GRPOTrainer
 
 from .capture.recorder import SupportRecorder
 from .capture.transformers_generate import ScoresRecorder, recording
+from .collect import ROLLOUT_KEY, collect_samples
 from .config import SupportReplayGRPOConfig
 from .contract import check_contract
 from .environment import UnsupportedVersionError, check_supported
 from .rebind import rebound
 from .replay_check import GapStatistics, ReplayGapError, Tolerance, explain
 from .replay_head import ReplayBatch, SampleSupport, add_replay_head
-from .traces.support import SupportError
 
 logger = logging.getLogger(__name__)
 
@@ -154,70 +154,35 @@ class SupportReplayGRPOTrainer(GRPOTrainer):
         scores = ScoresRecorder(self.eos_token_ids)
         with recording(self._base_model(), scores):
             completion_ids, _ = generate()
-        logprobs = [self._recorder.add(values, rows) for values, rows in scores.collect(completion_ids)]
+        logprobs = [
+            self._recorder.add(ids, values, rows)
+            for ids, (values, rows) in zip(completion_ids, scores.collect(completion_ids), strict=True)
+        ]
         return completion_ids, logprobs
 
     def _generate(self, prompts: list):
         if self._recorder is None:
             return super()._generate(prompts)
-        prompt_ids, completion_ids, tool_mask, completions, logprobs, *rest = super()._generate(prompts)
-        self._scored_samples, tool_mask, logprobs = self._collect_samples(completion_ids, tool_mask, logprobs)
-        return prompt_ids, completion_ids, tool_mask, completions, logprobs, *rest
-
-    def _collect_samples(
-        self, completion_ids: list[list[int]], tool_mask: list[list[int]] | None, logprobs: list[list[float]]
-    ) -> tuple[list[SampleSupport], list[list[int]] | None, list[list[float]]]:
-        """Find each completion's supports through its log-probs, and check the invariants before anything is scored."""
-        recorder = self._recorder
-        assert recorder is not None
-        table = recorder.table()
+        prompt_ids, completion_ids, tool_mask, completions, logprobs, extra, *rest = super()._generate(prompts)
+        given = extra.pop(ROLLOUT_KEY, None)  # TRL would hand it to the reward functions
+        ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
         # The head's rows, not the tokenizer's words: padded ids can be sampled. ZeRO-3 keeps the shape elsewhere.
         head = self._base_model().get_output_embeddings().weight
-        vocab_size = getattr(head, "ds_shape", head.shape)[0]
-        ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
-        samples, num_synthetic = [], 0
-        logprobs = [list(x) for x in logprobs]
-        for b, ids in enumerate(completion_ids):
-            if len(logprobs[b]) != len(ids):
-                raise SupportError(f"Completion {b} has {len(ids)} tokens and {len(logprobs[b])} log-probs.")
-            mask = np.ones(len(ids), bool) if tool_mask is None else np.asarray(tool_mask[b], bool)
-            if len(mask) != len(ids):
-                raise SupportError(f"Completion {b} has {len(ids)} tokens and a tool mask of {len(mask)}.")
-            indices = recorder.row_indices(logprobs[b])
-            indices[~mask] = -1
-            token_ids = np.asarray(ids, dtype=np.int64)
-            rows = table.take(indices)
-            _check_rows(rows, token_ids, vocab_size, f"completion {b}")
-            unsupported = np.flatnonzero(mask & (indices < 0))
-            if len(unsupported):
-                self._check_synthetic_eos(b, token_ids, unsupported)
-                num_synthetic += 1
-                # Nobody sampled it, so there is no log-prob to correct for: TRL reads NaN as a ratio of exactly 1.
-                logprobs[b][-1] = float("nan")
-                if self.args.synthetic_eos == "mask":
-                    tool_mask = tool_mask if tool_mask is not None else [[1] * len(x) for x in completion_ids]
-                    tool_mask[b][-1] = 0
-                    mask[-1] = False
-            if self.mask_truncated_completions and ids[-1] not in ends:
-                mask[:] = False
-            samples.append(SampleSupport(token_ids, rows, mask))
-        self._log_supports(samples, recorder.repaired, num_synthetic)
-        return samples, tool_mask, logprobs
-
-    def _check_synthetic_eos(self, b: int, token_ids: np.ndarray, unsupported: np.ndarray) -> None:
-        last = len(token_ids) - 1
-        synthetic = len(unsupported) == 1 and unsupported[0] == last and int(token_ids[-1]) in self.eos_token_ids
-        if not synthetic:
-            raise SupportError(
-                f"Completion {b}: {len(unsupported)} of {len(token_ids)} loss-bearing tokens have no recorded support "
-                f"(first at token {unsupported[0]}, id {token_ids[unsupported[0]]}). Only one end-of-sequence token at "
-                "the very end may be without. Tokens that the policy did not sample belong in the tool mask as 0."
-            )
-        if self.args.synthetic_eos == "error":
-            raise SupportError(
-                f"Completion {b} ends in an end-of-sequence token (id {token_ids[-1]}) that was not sampled, and "
-                "synthetic_eos='error' refuses it. Set synthetic_eos to 'full_vocab' or 'mask'."
-            )
+        collected = collect_samples(
+            self._recorder,
+            completion_ids,
+            tool_mask,
+            logprobs,
+            given,
+            vocab_size=getattr(head, "ds_shape", head.shape)[0],
+            eos_token_ids=self.eos_token_ids,
+            synthetic_eos=self.args.synthetic_eos,
+            leave_out=[self.mask_truncated_completions and ids[-1] not in ends for ids in completion_ids],
+            asked_by=str(self.sampling_settings),
+        )
+        self._scored_samples = collected.samples
+        self._log_supports(collected.samples, self._recorder.repaired, collected.num_synthetic)
+        return prompt_ids, completion_ids, collected.tool_mask, completions, collected.logprobs, extra, *rest
 
     def _generate_and_score_completions(self, inputs):
         if not self.replays_support or not self.model.training:
@@ -442,27 +407,6 @@ class _ReplayCaller:
             name: torch.cat([extra[i] for extra in self._extra if extra is not None])[:, -completion_length:]
             for i, name in enumerate(names)
         }
-
-
-def _check_rows(rows: Any, token_ids: np.ndarray, vocab_size: int, where: str) -> None:
-    """Invariant 1, with a hint when the rows are simply shifted."""
-    sizes = rows.sizes
-    contained = rows.contains(token_ids) | (sizes == 0)
-    if not contained.all():
-        bad = int(np.argmin(contained))
-        hint = "The row of a sampled token must hold it"
-        for shift in (1, -1):
-            moved = np.roll(token_ids, shift)
-            fits = (
-                (rows.contains(moved) | (sizes == 0))[1:] if shift > 0 else (rows.contains(moved) | (sizes == 0))[:-1]
-            )
-            if len(fits) > 2 and fits.all():
-                hint = f"The rows are shifted by one: row t holds the token at t{-shift:+d} throughout"
-        raise SupportError(
-            f"{where}: the support of token {bad} ({sizes[bad]} ids) does not hold the sampled id {token_ids[bad]} "
-            f"({int((~contained).sum())} of {len(token_ids)} tokens are missing from their rows). {hint}."
-        )
-    rows.validate(vocab_size=vocab_size, sampled_ids=None, where=where)
 
 
 def _recorded_mask(samples: list[SampleSupport], shape: tuple[int, int]) -> torch.Tensor:

@@ -71,7 +71,17 @@ def build(tmp_path):
     """Build a trainer: `build(model, trainer_cls=..., peft_config=..., **config)`."""
 
     def build(model, trainer_cls=SupportReplayGRPOTrainer, config_cls=SupportReplayGRPOConfig, **kwargs):
-        names = ("peft_config", "eval_dataset", "train_dataset", "reward_funcs", "tools", "rollout_func", "callbacks")
+        names = (
+            "peft_config",
+            "eval_dataset",
+            "train_dataset",
+            "reward_funcs",
+            "tools",
+            "rollout_func",
+            "environment_factory",
+            "processing_class",
+            "callbacks",
+        )
         extra = {name: kwargs.pop(name) for name in names if name in kwargs}
         settings = {
             "output_dir": str(tmp_path / "run"),

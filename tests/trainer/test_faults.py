@@ -5,7 +5,9 @@ import pytest
 import torch
 
 import trl_support_replay.capture.vllm_engine as vllm_engine
+import trl_support_replay.trainer as trainer_module
 from trl_support_replay.capture.recorder import SupportCaptureError
+from trl_support_replay.collect import collect_samples
 from trl_support_replay.replay_check import ReplayGapError
 from trl_support_replay.traces.support import SupportError, SupportRows
 
@@ -98,41 +100,37 @@ def test_an_engine_without_logprobs_is_named(build, vllm, smollm2_path, monkeypa
     assert steps_done(trainer) == 0
 
 
+def shift_logprobs(monkeypatch):
+    def shifted(*args, **kwargs):
+        collected = collect_samples(*args, **kwargs)
+        collected.logprobs = [[x[0], *x[:-1]] for x in collected.logprobs]
+        return collected
+
+    monkeypatch.setattr(trainer_module, "collect_samples", shifted)
+
+
 def test_recorded_logprobs_shifted_by_one_are_called_shifted(build, tiny_model_path, monkeypatch):
     trainer = build(tiny_model_path, **HF)
-    collect = trainer._collect_samples
-
-    def shifted(*args):
-        samples, mask, logprobs = collect(*args)
-        return samples, mask, [[x[0], *x[:-1]] for x in logprobs]
-
-    monkeypatch.setattr(trainer, "_collect_samples", shifted)
+    shift_logprobs(monkeypatch)
     with pytest.raises(ReplayGapError, match="log-probs are shifted by one"):
         trainer.train()
 
 
 def test_a_gap_can_be_a_warning(build, tiny_model_path, monkeypatch, caplog):
     trainer = build(tiny_model_path, **HF, replay_check="warn")
-    collect = trainer._collect_samples
-
-    def shifted(*args):
-        samples, mask, logprobs = collect(*args)
-        return samples, mask, [[x[0], *x[:-1]] for x in logprobs]
-
-    monkeypatch.setattr(trainer, "_collect_samples", shifted)
+    shift_logprobs(monkeypatch)
     trainer.train()
     assert "shifted by one" in caplog.text and steps_done(trainer) == 2
 
 
 def test_several_unsupported_tokens_are_refused(build, tiny_model_path, monkeypatch):
     trainer = build(tiny_model_path, **HF)
-    collect = trainer._collect_samples
 
-    def untraced(ids, mask, logprobs):
+    def untraced(recorder, ids, mask, logprobs, given, **kwargs):
         logprobs = [[float(x[0]), float(x[1]), *x[2:]] for x in logprobs]
-        return collect(ids, mask, logprobs)
+        return collect_samples(recorder, ids, mask, logprobs, given, **kwargs)
 
-    monkeypatch.setattr(trainer, "_collect_samples", untraced)
+    monkeypatch.setattr(trainer_module, "collect_samples", untraced)
     with pytest.raises(SupportError, match="2 of 12 loss-bearing tokens have no recorded support"):
         trainer.train()
 

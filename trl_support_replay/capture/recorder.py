@@ -39,16 +39,20 @@ class SupportRecorder:
 
     def __init__(self) -> None:
         self._chunks: list[SupportRows] = []
+        self._token_ids: list[np.ndarray] = []
         self._num_rows = 0
         self.repaired = 0
 
     def __len__(self) -> int:
         return self._num_rows
 
-    def add(self, logprobs: np.ndarray, rows: SupportRows, repaired: int = 0) -> list[TracedLogprob]:
+    def add(
+        self, token_ids: Sequence[int], logprobs: np.ndarray, rows: SupportRows, repaired: int = 0
+    ) -> list[TracedLogprob]:
         """Append the rows of some sampled tokens.
 
         Args:
+            token_ids: `[T]`, the sampled tokens.
             logprobs: `[T]`, log-prob of each sampled token under the engine's processed distribution.
             rows: the `T` supports.
             repaired: how many of them were repaired.
@@ -56,10 +60,13 @@ class SupportRecorder:
         Returns:
             `T` log-probs that remember their rows.
         """
-        if len(logprobs) != len(rows):
-            raise SupportCaptureError(f"{len(logprobs)} log-probs came with {len(rows)} support rows.")
+        if not len(token_ids) == len(logprobs) == len(rows):
+            raise SupportCaptureError(
+                f"{len(token_ids)} tokens came with {len(logprobs)} log-probs and {len(rows)} support rows."
+            )
         start = self._num_rows
         self._chunks.append(rows)
+        self._token_ids.append(np.asarray(token_ids, dtype=np.int64))
         self._num_rows += len(rows)
         self.repaired += repaired
         return [TracedLogprob(value, start + i) for i, value in enumerate(logprobs.tolist())]
@@ -69,6 +76,10 @@ class SupportRecorder:
         if len(self._chunks) > 1:
             self._chunks = [SupportRows.concatenate(self._chunks)]
         return self._chunks[0] if self._chunks else SupportRows.empty(0)
+
+    def token_ids(self) -> np.ndarray:
+        """`[len(self)]` int64, the sampled tokens in the order of the table."""
+        return np.concatenate(self._token_ids) if self._token_ids else np.zeros(0, np.int64)
 
     @staticmethod
     def row_indices(logprobs: Sequence[float]) -> np.ndarray:

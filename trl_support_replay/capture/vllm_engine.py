@@ -190,7 +190,7 @@ class SupportVLLMGeneration(EngineFixes):
                         values, rows, repaired = read_flat_logprobs(
                             completion, self._settings.top_k, request, trailing=stops
                         )
-                    traced = recorder.add(values, rows, repaired)
+                    traced = recorder.add(completion.token_ids, values, rows, repaired)
                     logprobs.append([[x] for x in traced])
                     token_ids.append([[token] for token in completion.token_ids])
             return logprobs, token_ids

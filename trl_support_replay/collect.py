@@ -1,0 +1,163 @@
+"""From the log-probs of finished completions back to the supports of their tokens, with every invariant checked."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .capture.recorder import SupportRecorder
+from .replay_head import SampleSupport
+from .traces.support import SupportError, SupportRows
+
+ROLLOUT_KEY = "support_ids"
+"""Key under which a `rollout_func` returns supports: for each completion, one list of ids (or an empty one) a token."""
+
+
+@dataclass
+class Collected:
+    """Completions with their supports.
+
+    Attributes:
+        samples: one `SampleSupport` a completion.
+        tool_mask: the rollout's mask of sampled tokens (1) and observations (0), or `None` when all were sampled.
+        logprobs: the recorded log-probs; NaN for a synthetic end of sequence.
+        num_synthetic: how many completions end in a token that nobody sampled.
+    """
+
+    samples: list[SampleSupport] = field(default_factory=list)
+    tool_mask: list[list[int]] | None = None
+    logprobs: list[list[float]] = field(default_factory=list)
+    num_synthetic: int = 0
+
+
+def collect_samples(
+    recorder: SupportRecorder,
+    completion_ids: Sequence[Sequence[int]],
+    tool_mask: Sequence[Sequence[int]] | None,
+    logprobs: Sequence[Sequence[float]],
+    given: Sequence[Any] | None,
+    *,
+    vocab_size: int,
+    eos_token_ids: Collection[int],
+    synthetic_eos: str,
+    leave_out: Sequence[bool],
+    asked_by: str,
+) -> Collected:
+    """Find the support of every sampled token of `B` completions.
+
+    Args:
+        recorder: the batch's recorder.
+        completion_ids: `B` completions.
+        tool_mask: 1 for sampled tokens and 0 for observations; `None` when all were sampled.
+        logprobs: the completions' log-probs, as the rollout passed them on.
+        given: supports that a custom rollout returned itself under `ROLLOUT_KEY`; `None` when it did not.
+        vocab_size: number of rows of the LM head.
+        eos_token_ids: ids that may stand at the end without having been sampled.
+        synthetic_eos: `"full_vocab"`, `"mask"` or `"error"`.
+        leave_out: completions that leave the loss altogether (truncated ones, when those are masked).
+        asked_by: the sampling settings that switched replay on, for errors.
+
+    Raises:
+        SupportError: naming completion, token and numbers, when a sampled token has no support, is not in it, or is not
+            the token that was sampled there.
+    """
+    table, sampled_there = recorder.table(), recorder.token_ids()
+    collected = Collected(tool_mask=None if tool_mask is None else [list(mask) for mask in tool_mask])
+    if given is not None and len(given) != len(completion_ids):
+        raise SupportError(f"{ROLLOUT_KEY!r} holds {len(given)} completions, but there are {len(completion_ids)}.")
+    for b, ids in enumerate(completion_ids):
+        where = f"completion {b}"
+        token_ids = np.asarray(ids, dtype=np.int64)
+        mask = np.ones(len(ids), bool) if tool_mask is None else np.asarray(tool_mask[b], bool)
+        for name, other in (("log-probs", logprobs[b]), ("entries in its mask", mask)):
+            if len(other) != len(ids):
+                raise SupportError(f"{where} has {len(ids)} tokens and {len(other)} {name}.")
+        if given is None:
+            indices = recorder.row_indices(logprobs[b])
+            indices[~mask] = -1
+            traced = indices >= 0
+            _check_same_tokens(token_ids[traced], sampled_there[indices[traced]], np.flatnonzero(traced), where)
+            rows = table.take(indices)
+        else:
+            rows = given[b] if isinstance(given[b], SupportRows) else SupportRows.from_ragged(given[b])
+            if len(rows) != len(ids):
+                raise SupportError(f"{where} has {len(ids)} tokens and {len(rows)} rows under {ROLLOUT_KEY!r}.")
+            if (rows.sizes[~mask] > 0).any():
+                token = int(np.flatnonzero(~mask & (rows.sizes > 0))[0])
+                raise SupportError(f"{where}: token {token} is an observation, but its row is not empty.")
+        _check_rows(rows, token_ids, vocab_size, where)
+        values = list(logprobs[b])
+        unsupported = np.flatnonzero(mask & (rows.sizes == 0))
+        if len(unsupported):
+            if given is None and len(unsupported) == mask.sum() > 1:
+                raise SupportError(
+                    f"{where} came back without supports, which {asked_by} asks for. Return them from rollout_func "
+                    f"under {ROLLOUT_KEY!r} (for each completion, one list of ids a token, empty for observations), or "
+                    "pass on unchanged the log-probs that the trainer's own generation returned; or switch truncation "
+                    "off (top_k=0, top_p=1, min_p=0)."
+                )
+            _check_synthetic_eos(token_ids, unsupported, eos_token_ids, synthetic_eos, where)
+            collected.num_synthetic += 1
+            # Nobody sampled it, so there is no log-prob to correct for: TRL reads NaN as a ratio of exactly 1.
+            values[-1] = float("nan")
+            if synthetic_eos == "mask":
+                collected.tool_mask = collected.tool_mask or [[1] * len(x) for x in completion_ids]
+                collected.tool_mask[b][-1] = 0
+                mask[-1] = False
+        if leave_out[b]:
+            mask = np.zeros_like(mask)
+        collected.samples.append(SampleSupport(token_ids, rows, mask))
+        collected.logprobs.append(values)
+    return collected
+
+
+def _check_same_tokens(token_ids: np.ndarray, sampled: np.ndarray, positions: np.ndarray, where: str) -> None:
+    """The tokens that come back are the ones that were sampled: a re-tokenised history changes them."""
+    differs = token_ids != sampled
+    if differs.any():
+        first = int(np.argmax(differs))
+        raise SupportError(
+            f"{where}: token {positions[first]} was sampled as id {sampled[first]} and came back as {token_ids[first]} "
+            f"({int(differs.sum())} of {len(sampled)} differ). A rollout must append to the sampled ids; re-tokenising "
+            "the decoded history shifts every position."
+        )
+
+
+def _check_synthetic_eos(
+    token_ids: np.ndarray, unsupported: np.ndarray, eos_token_ids: Collection[int], synthetic_eos: str, where: str
+) -> None:
+    last = len(token_ids) - 1
+    if not (len(unsupported) == 1 and unsupported[0] == last and int(token_ids[last]) in eos_token_ids):
+        raise SupportError(
+            f"{where}: {len(unsupported)} of {len(token_ids)} loss-bearing tokens have no recorded support (first at "
+            f"token {unsupported[0]}, id {token_ids[unsupported[0]]}). Only one end-of-sequence token at the very end "
+            "may be without. Tokens that the policy did not sample belong in the mask as 0."
+        )
+    if synthetic_eos == "error":
+        raise SupportError(
+            f"{where} ends in an end-of-sequence token (id {token_ids[last]}) that was not sampled, and "
+            "synthetic_eos='error' refuses it. Set synthetic_eos to 'full_vocab' or 'mask'."
+        )
+
+
+def _check_rows(rows: SupportRows, token_ids: np.ndarray, vocab_size: int, where: str) -> None:
+    """A row holds its sampled token; with a hint when the rows are simply shifted."""
+    empty = rows.sizes == 0
+    contained = rows.contains(token_ids) | empty
+    if not contained.all():
+        bad = int(np.argmin(contained))
+        hint = "The row of a sampled token must hold it"
+        for shift in (1, -1):
+            fits = rows.contains(np.roll(token_ids, shift)) | empty
+            fits = fits[1:] if shift > 0 else fits[:-1]
+            if len(fits) > 2 and fits.all():
+                hint = f"The rows are shifted by one: row t holds the token at t{-shift:+d} throughout"
+        raise SupportError(
+            f"{where}: the support of token {bad} ({rows.sizes[bad]} ids) does not hold the sampled id "
+            f"{token_ids[bad]} ({int((~contained).sum())} of {len(token_ids)} tokens are missing from their rows). "
+            f"{hint}."
+        )
+    rows.validate(vocab_size=vocab_size, where=where)
