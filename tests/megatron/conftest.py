@@ -1,0 +1,26 @@
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent))  # also for the processes that tests start
+
+from megatron_on_cpu import megatron_on_cpu
+
+# megatron-core compiles what it decorates when it is imported; here it must not.
+with megatron_on_cpu():
+    import parity  # noqa: F401
+    import tiny_gpt
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process() -> Iterator[None]:
+    """megatron-core on the CPU, in a group of one."""
+    with megatron_on_cpu():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        tiny_gpt.initialize_parallel()
+        yield
+        tiny_gpt.parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
