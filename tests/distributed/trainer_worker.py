@@ -1,0 +1,105 @@
+"""Trains a tiny model for three steps on fixed rollouts and saves what came out; run by `accelerate launch`.
+
+    accelerate launch ... tests/distributed/trainer_worker.py MODEL OUTPUT '{"per_device_train_batch_size": 2}'
+
+The rollouts depend only on the prompt and its place in the batch, so any number of processes trains on the same data.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from datasets import Dataset
+
+from trl_support_replay import SupportReplayGRPOConfig, SupportReplayGRPOTrainer
+
+VOCABULARY = 96
+LENGTH = 10
+
+
+def rollout(prompts, trainer):
+    """Random completions with random supports; the log-probs are the policy's own, so that the ratio is 1."""
+    prompt_ids, completion_ids, supports = [], [], []
+    for i, prompt in enumerate(prompts):
+        rank = trainer.accelerator.process_index
+        seed = [int(prompt), trainer.state.global_step, rank * len(prompts) + i]
+        rng = np.random.default_rng(seed)
+        length = int(rng.integers(2, LENGTH + 1))
+        ids = rng.integers(3, VOCABULARY, length)
+        sizes = rng.choice([1, 1, 2, 5, 12], length)
+        rows = [
+            list({int(t), *rng.integers(0, VOCABULARY, size - 1).tolist()}) for t, size in zip(ids, sizes, strict=True)
+        ]
+        prompt_ids.append(rng.integers(3, VOCABULARY, int(rng.integers(3, 7))).tolist())
+        completion_ids.append(ids.tolist())
+        supports.append(rows)
+    return {
+        "prompt_ids": prompt_ids,
+        "completion_ids": completion_ids,
+        "logprobs": [[-1.0] * len(ids) for ids in completion_ids],
+        "support_ids": supports,
+    }
+
+
+def reward(completion_ids, **_):
+    return [float(sum(ids) % 11) for ids in completion_ids]
+
+
+def main() -> None:
+    model, output, settings = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
+    peft_config = None
+    if settings.pop("lora", False):
+        from peft import LoraConfig
+
+        peft_config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=True)
+    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+    args = SupportReplayGRPOConfig(
+        output_dir=str(output),
+        # Accelerate finds no backend for DeepSpeed on a CPU by itself, and use_cpu would win over DeepSpeed.
+        use_cpu=not deepspeed,
+        ddp_backend="gloo" if deepspeed else None,
+        bf16=False,
+        report_to=[],
+        disable_tqdm=True,
+        max_steps=3,
+        num_generations=4,
+        max_completion_length=LENGTH,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        optim="sgd",
+        max_grad_norm=0.0,
+        logging_steps=1,
+        save_strategy="no",
+        seed=5,
+        top_p=0.9,
+        replay_check="off",  # the log-probs are made up
+        loss_type="grpo",
+        shuffle_dataset=False,
+        **settings,
+    )
+    torch.set_num_threads(1)
+    trainer = SupportReplayGRPOTrainer(
+        model,
+        reward,
+        args,
+        train_dataset=Dataset.from_dict({"prompt": [str(i) for i in range(16)]}),
+        rollout_func=rollout,
+        peft_config=peft_config,
+    )
+    trainer.train()
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    if trainer.accelerator.is_main_process:
+        state = {
+            name: (value.full_tensor() if hasattr(value, "full_tensor") else value).float().cpu().clone()
+            for name, value in state.items()
+        }
+        torch.save({"state": state, "log": trainer.state.log_history}, output / "result.pt")
+
+
+if __name__ == "__main__":
+    main()
