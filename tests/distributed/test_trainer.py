@@ -86,12 +86,29 @@ def assert_same_training(got, want):
 
 
 def zero_config(tmp_path, stage):
-    config = tmp_path / f"zero{stage}.yaml"
+    zero = {
+        "stage": stage,
+        "stage3_param_persistence_threshold": 0,  # shard even the small weights of a tiny model
+        "stage3_gather_16bit_weights_on_model_save": True,
+    }
+    deepspeed = tmp_path / "deepspeed.json"
+    deepspeed.write_text(
+        json.dumps(
+            {
+                "zero_optimization": zero,
+                "train_micro_batch_size_per_gpu": "auto",
+                "train_batch_size": "auto",
+                "gradient_accumulation_steps": "auto",
+                "gradient_clipping": 0.0,  # left out, Accelerate clips at 1
+                "zero_allow_untested_optimizer": True,
+            }
+        )
+    )
+    config = tmp_path / "accelerate.yaml"
     config.write_text(
-        "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nmixed_precision: 'no'\nuse_cpu: true\n"
-        "num_machines: 1\nnum_processes: 2\nmachine_rank: 0\nmain_training_function: main\n"
-        f"deepspeed_config:\n  zero_stage: {stage}\n  gradient_accumulation_steps: 1\n  zero3_init_flag: false\n  zero3_save_16bit_model: true\n"
-        "  offload_optimizer_device: none\n  offload_param_device: none\n"
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nuse_cpu: true\nnum_machines: 1\n"
+        "num_processes: 2\nmachine_rank: 0\nmain_training_function: main\ndeepspeed_config:\n"
+        f"  deepspeed_config_file: {deepspeed}\n  zero3_init_flag: false\n"
     )
     return ["accelerate.commands.launch", "--config_file", str(config)]
 
