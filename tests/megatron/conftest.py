@@ -15,6 +15,12 @@ with megatron_on_cpu():
     import tiny_gpt
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def one_process() -> Iterator[None]:
     """megatron-core on the CPU, in a group of one."""
@@ -24,3 +30,8 @@ def one_process() -> Iterator[None]:
         yield
         tiny_gpt.parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def no_earlier_balancing_losses() -> None:
+    tiny_gpt.forget_balancing_losses()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import tiny_gpt
 import torch
@@ -14,10 +15,24 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.router import TopKRouter
 from tiny_gpt import PARALLEL_SIZES, TOP_K, WIDTH
 
-from trl_support_replay.megatron import MegatronRouterReplay
+from trl_support_replay.megatron import MegatronRouterReplay, routers, schedule
+from trl_support_replay.megatron.local_routes import LocalRoutes, local_routes
 from trl_support_replay.megatron.routers import find_chunks
+from trl_support_replay.megatron.sequence_shard import SequenceShard
+from trl_support_replay.routing import RouteBatch
 
 MICRO_BATCHES, BATCH = 4, 2
+
+# What describes the model, and not how it is run.
+MODEL_SETTINGS = (
+    "num_layers",
+    "moe_layer_freq",
+    "moe_router_score_function",
+    "moe_router_enable_expert_bias",
+    "moe_router_load_balancing_type",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+)
 
 
 @dataclass
@@ -27,12 +42,14 @@ class Run:
     Attributes:
         losses: of each micro-batch, on the last pipeline stage.
         grads: by global parameter name.
+        expert_bias: by layer, `[E]`, after Megatron's own update from the counted tokens.
         calls: `(layer, micro-batch, experts)` of each router call, `experts` `[N, k]` sorted; the micro-batch is
             that of the n-th forward or the n-th repetition.
     """
 
     losses: list[float] = field(default_factory=list)
     grads: dict[str, torch.Tensor] = field(default_factory=dict)
+    expert_bias: dict[int, torch.Tensor] = field(default_factory=dict)
     calls: list[tuple[int, int, torch.Tensor]] = field(default_factory=list)
 
 
@@ -43,15 +60,14 @@ def routes_of_run(num_layers: int) -> list[torch.Tensor]:
 def run_schedule(
     settings: dict[str, Any],
     routes: list[torch.Tensor],
-    change_routes: Callable[[Any], None] | None = None,
-    forward_only: bool = False,
+    padding: int = 0,
 ) -> tuple[Run, list[Any]]:
     """One forward-backward pass, with Megatron's own data-parallel wrapper and gradient reduction.
 
     Args:
         settings: of `TransformerConfig`; those of `PARALLEL_SIZES` say how it is split.
         routes: of each micro-batch.
-        change_routes: called with the `MegatronRouterReplay` before the run, to break something.
+        padding: positions at the end of each row that are padding, and not in the loss.
     """
     sizes = {name: settings.get(name, default) for name, default in PARALLEL_SIZES.items()}
     tiny_gpt.initialize_parallel(**sizes)
@@ -72,11 +88,11 @@ def run_schedule(
 
     def forward_step(iterator: Any, model: Any, *_: Any) -> Any:
         ids, labels = map(cut, next(iterator))
-        positions = cut(torch.arange(WIDTH)[None].expand(BATCH, WIDTH))
+        positions = cut(torch.arange(WIDTH).expand(BATCH, WIDTH))
         losses = model(ids, positions, tiny_gpt.causal_mask(WIDTH), labels=labels)
 
         def loss_function(losses: torch.Tensor) -> Any:
-            loss = losses.sum() / (BATCH * WIDTH)
+            loss = losses[positions < WIDTH - padding].sum() / (BATCH * (WIDTH - padding))
             total = loss.detach().clone()
             torch.distributed.all_reduce(total, group=parallel_state.get_context_parallel_group())
             run.losses.append(total.item())
@@ -85,10 +101,10 @@ def run_schedule(
         return losses, loss_function
 
     replay = MegatronRouterReplay(wrapped)
-    if change_routes is not None:
-        change_routes(replay)
     data = [tiny_gpt.tokens(seed, BATCH) for seed in range(MICRO_BATCHES)]
-    with replay.schedule(forward_step, routes.__getitem__, forward_only) as step:
+    is_padding = torch.arange(WIDTH).expand(BATCH, WIDTH) >= WIDTH - padding
+    batches = [RouteBatch(batch, padding=is_padding) for batch in routes]
+    with replay.schedule(forward_step, batches.__getitem__) as step:
         get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=[iter(data) for _ in chunks] if len(chunks) > 1 else iter(data),
@@ -96,11 +112,14 @@ def run_schedule(
             num_microbatches=MICRO_BATCHES,
             seq_length=WIDTH,
             micro_batch_size=BATCH,
-            forward_only=forward_only,
+            forward_only=False,
         )
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             run.grads[tiny_gpt.global_name(chunk, name)] = parameter.main_grad.clone()
+        for module in chunk.modules():
+            if isinstance(module, TopKRouter) and module.enable_expert_bias:
+                run.expert_bias[module.layer_number - 1] = module.expert_bias.clone()
     return run, chunks
 
 
@@ -120,8 +139,16 @@ def _watch_routers(chunks: list[Any], run: Run) -> None:
                 module.register_forward_hook(watch)
 
 
-def wrong_calls(run: Run, chunks: list[Any], routes: list[torch.Tensor], with_experts: list[int]) -> int:
-    """Router calls whose experts are not those of their micro-batch and layer, cut by code of this file."""
+def wrong_calls(
+    run: Run, chunks: list[Any], routes: list[torch.Tensor], with_experts: list[int], padding: int = 0
+) -> int:
+    """Router calls with experts that are not those of their micro-batch and layer, cut by code of this file.
+
+    At padding, any experts will do.
+    """
+    routes = [batch.long() for batch in routes]
+    for batch in routes:
+        batch[:, WIDTH - padding :] = -1
     context = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
     tensor = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank()
     wrong = 0
@@ -133,7 +160,8 @@ def wrong_calls(run: Run, chunks: list[Any], routes: list[torch.Tensor], with_ex
         want = want.transpose(0, 1)
         if chunks[0].config.sequence_parallel:
             want = want.chunk(tensor[0])[tensor[1]]
-        wrong += not torch.equal(want.reshape(-1, TOP_K).long().sort().values, experts)
+        want = want.reshape(-1, TOP_K).sort().values
+        wrong += not torch.equal(want, torch.where(want < 0, -1, experts))
     return wrong
 
 
@@ -144,6 +172,7 @@ class Parity:
     Attributes:
         loss: largest relative difference of a micro-batch's loss; 0 where this rank has no losses.
         grad: largest relative difference of a parameter's gradient, and the parameter.
+        bias: number of experts whose bias differs.
         wrong_calls, num_calls: router calls.
         num_losses, num_grads: what was compared.
         layers: whose routers are on this rank, chunk by chunk.
@@ -151,6 +180,7 @@ class Parity:
 
     loss: float
     grad: tuple[float, str]
+    bias: int
     wrong_calls: int
     num_calls: int
     num_losses: int
@@ -158,15 +188,15 @@ class Parity:
     layers: list[list[int]]
 
 
-def compare(settings: dict[str, Any], change_routes: Callable[[Any], None] | None = None) -> Parity:
+def compare(settings: dict[str, Any], padding: int = 0) -> Parity:
     """`settings` against the same model in one process."""
     frequency = settings.get("moe_layer_freq", 1)
     num_layers = settings.get("num_layers", 2)
     with_experts = [i for i in range(num_layers) if frequency == 1 or frequency[i]]
     routes = routes_of_run(len(with_experts))
-    model = {name: settings[name] for name in ("num_layers", "moe_layer_freq") if name in settings}
-    alone, _ = run_schedule(model, routes)
-    split, chunks = run_schedule(settings, routes, change_routes)
+    model = {name: settings[name] for name in MODEL_SETTINGS if name in settings}
+    alone, _ = run_schedule(model, routes, padding)
+    split, chunks = run_schedule(settings, routes, padding)
     worst = (0.0, "")
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
@@ -178,7 +208,8 @@ def compare(settings: dict[str, Any], change_routes: Callable[[Any], None] | Non
     return Parity(
         loss=loss,
         grad=worst,
-        wrong_calls=wrong_calls(split, chunks, routes, with_experts),
+        bias=sum(int((bias != alone.expert_bias[layer]).sum()) for layer, bias in split.expert_bias.items()),
+        wrong_calls=wrong_calls(split, chunks, routes, with_experts, padding),
         num_calls=len(split.calls),
         num_losses=len(split.losses),
         num_grads=len(split.grads),
@@ -187,4 +218,35 @@ def compare(settings: dict[str, Any], change_routes: Callable[[Any], None] | Non
 
 
 def compare_all(cases: dict[str, dict[str, Any]]) -> dict[str, Parity]:
-    return {name: compare(settings) for name, settings in cases.items()}
+    """Several cases in one start of the processes; "padding" among the settings is that of `run_schedule`."""
+    results = {}
+    for name, settings in cases.items():
+        settings = dict(settings)
+        padding = settings.pop("padding", 0)
+        results[name] = compare(settings, padding)
+    return results
+
+
+def compare_broken(settings: dict[str, Any], fault: str) -> Parity:
+    """The same with a fault in how routes are cut, which has to show."""
+    with mock.patch.object(schedule, "local_routes", partial(_cut_wrongly, fault)):
+        return compare(settings)
+
+
+def _cut_wrongly(fault: str, batch: RouteBatch, columns: Any, shard: SequenceShard, **kwargs: Any) -> LocalRoutes:
+    if fault == "halves swapped":
+        shard = replace(shard, tensor_rank=shard.tensor_size - 1 - shard.tensor_rank)
+    elif fault == "no zig-zag":
+        order = torch.cat([SequenceShard(shard.context_size, c).positions([WIDTH]) for c in range(shard.context_size)])
+        batch = RouteBatch(batch.experts[:, order.argsort()])
+    local = local_routes(batch, columns, shard, **kwargs)
+    if fault == "not transposed":
+        by_row = local.experts.view(-1, BATCH, *local.experts.shape[1:]).transpose(0, 1).reshape(local.experts.shape)
+        local = replace(local, experts=by_row)
+    return local
+
+
+def compare_unchecked(settings: dict[str, Any]) -> Parity:
+    """The same with settings that `MegatronRouterReplay` refuses."""
+    with mock.patch.object(routers, "check_replayable"):
+        return compare(settings)

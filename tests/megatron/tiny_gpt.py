@@ -15,6 +15,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 VOCAB, WIDTH, HIDDEN, EXPERTS, TOP_K = 96, 16, 32, 8, 2
@@ -64,8 +65,20 @@ def config(**changes: Any) -> TransformerConfig:
 def initialize_parallel(**sizes: Any) -> None:
     """Megatron's groups for these sizes, over all ranks, in place of any that were there."""
     parallel_state.destroy_model_parallel()
+    forget_balancing_losses()
     parallel_state.initialize_model_parallel(**sizes)
     model_parallel_cuda_manual_seed(1)
+
+
+def forget_balancing_losses() -> None:
+    """Drop what megatron-core keeps in the process: a log sized for the first model, and the last schedule's scale."""
+    moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
+    if hasattr(moe_utils, "get_moe_layer_wise_logging_tracker"):
+        moe_utils.get_moe_layer_wise_logging_tracker().clear()
+    else:  # 0.18 and newer
+        from megatron.core.transformer.moe import moe_logging
+
+        moe_logging.destroy_moe_metrics_tracker()
 
 
 def build_chunks(cfg: TransformerConfig, *, tied: bool = False, vocab: int = VOCAB, **model: Any) -> list[GPTModel]:

@@ -42,13 +42,12 @@ class LocalRoutes:
         return len(self.captured)
 
     @property
-    def padding_mask(self) -> torch.Tensor | None:
+    def padding_mask(self) -> torch.Tensor:
         """Bool `[s, B]`, what a router takes as `padding_mask`: True keeps a position out of the balance counts.
 
-        `None` when every position is captured.
+        There is one even when it is True nowhere: a rank without a mask counts its own positions times the number of
+        ranks, whatever the masks of the others.
         """
-        if self.num_captured == self.num_tokens:
-            return None
         return ~self.captured.view(-1, self.batch_size)
 
 

@@ -30,7 +30,9 @@ class MegatronRouterReplay:
     - Tensor with sequence parallelism, context parallelism: routes are given for the whole micro-batch, and cut here.
     - Expert parallelism: nothing to do; every rank routes its own tokens.
     - Data parallelism: every rank gives the routes of its own micro-batches.
-    - Load-balancing losses keep the live router's probabilities and choices, as in megatron-core's own replay.
+    - Load balancing: positions without recorded experts, padding among them, are in no count; the routers get their
+      padding mask from the routes, not from the model. Expert biases count the replayed experts; auxiliary losses keep
+      the live router's probabilities and choices, as in megatron-core's own replay.
 
     Args:
         model_chunks: the model, or the list of chunks, that goes to Megatron's forward-backward function; wrapped or
@@ -68,7 +70,8 @@ class MegatronRouterReplay:
             routes_of: the routes of micro-batch `i`, `0 ... num_microbatches - 1`: a `RouteBatch`, or integers
                 `[B, S, L, k]`, for the whole micro-batch as it stands before any split over ranks, padding included.
                 Called once for each chunk of this rank.
-            forward_only: what the forward-backward function is given. A forward that then leaves a graph is an error.
+            forward_only: what the forward-backward function is given. Routes are then let go after each forward, and
+                a router that runs again is an error.
             lengths_of: for sequences packed on one axis, the padded lengths of those in micro-batch `i`; how context
                 parallelism cuts them.
 
@@ -132,15 +135,12 @@ def _install(installed: ExitStack, slot: RouteSlot) -> None:
 def _with_padding_mask(
     slot: RouteSlot, router: TopKRouter, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Hand the router its own part of the padding mask.
+    """Hand the router its own part of the padding mask, in place of one that was given to the model.
 
-    The model passes a mask on, too, but cuts it for sequence parallelism in the first pipeline stage only.
+    A model passes its mask on, but cuts it for sequence parallelism in the first pipeline stage only.
     """
-    mask = slot.schedule.padding_mask(slot.chunk)
-    if mask is None:
-        return args, kwargs
     kwargs = {name: value for name, value in kwargs.items() if name != "padding_mask"}
-    return (args[0], mask, *args[2:]), kwargs
+    return (args[0], slot.schedule.padding_mask(slot.chunk), *args[2:]), kwargs
 
 
 def _count_unpadded(

@@ -83,16 +83,13 @@ class ReplayedForwardStep:
         finally:
             self._forward = None
         self._check_calls(key)
-        differentiable = [tensor for tensor in _tensors(result[0]) if tensor.requires_grad]
-        if not differentiable:
-            del self._in_flight[key]
-        elif self._forward_only:
-            raise RouterReplayError(
-                f"forward_only=True, but micro-batch {key[1]} was run with gradients. Pass the same forward_only to "
-                "the schedule and to the forward-backward function."
-            )
+        differentiable = (
+            [] if self._forward_only else [tensor for tensor in _tensors(result[0]) if tensor.requires_grad]
+        )
         for tensor in differentiable:
             tensor.register_hook(partial(self._begin_backward, key))
+        if not differentiable:
+            del self._in_flight[key]
         return result
 
     def end(self) -> None:
@@ -108,8 +105,8 @@ class ReplayedForwardStep:
             )
         self.metrics = self._counter.metrics(self._num_captured, self._num_live)
 
-    def padding_mask(self, chunk: int) -> torch.Tensor | None:
-        """Bool `[s, B]` for a router of `chunk` that is about to run; `None` for none."""
+    def padding_mask(self, chunk: int) -> torch.Tensor:
+        """Bool `[s, B]` for a router of `chunk` that is about to run."""
         _, batch, _ = self._current(chunk)
         return batch.routes.padding_mask
 
