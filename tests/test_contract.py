@@ -38,7 +38,7 @@ def test_nothing_is_refused_while_nothing_is_truncated(tmp_path):
     ("kwargs", "setting"),
     [
         (VLLM | {"top_k": 1}, "top_k"),
-        (VLLM | {"vllm_mode": "server"}, "vllm_mode"),
+        (VLLM | {"vllm_mode": "server", "vllm_engine_kwargs": {"seed": 1}}, "vllm_engine_kwargs"),
         (VLLM | {"temperature": 0.0}, "temperature"),
         (HF | {"temperature": 0.0}, "temperature"),
         (VLLM | {"repetition_penalty": 1.1}, "repetition_penalty"),

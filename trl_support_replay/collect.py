@@ -35,6 +35,7 @@ class Collected:
 
 def collect_samples(
     recorder: SupportRecorder,
+    prompt_ids: Sequence[Sequence[int]],
     completion_ids: Sequence[Sequence[int]],
     tool_mask: Sequence[Sequence[int]] | None,
     logprobs: Sequence[Sequence[float]],
@@ -50,6 +51,7 @@ def collect_samples(
 
     Args:
         recorder: the batch's recorder.
+        prompt_ids: `B` prompts.
         completion_ids: `B` completions.
         tool_mask: 1 for sampled tokens and 0 for observations; `None` when all were sampled.
         logprobs: the completions' log-probs, as the rollout passed them on.
@@ -75,9 +77,9 @@ def collect_samples(
         for name, other in (("log-probs", logprobs[b]), ("entries in its mask", mask)):
             if len(other) != len(ids):
                 raise SupportError(f"{where} has {len(ids)} tokens and {len(other)} {name}.")
+        indices = recorder.row_indices(logprobs[b])
+        indices[~mask] = -1
         if given is None:
-            indices = recorder.row_indices(logprobs[b])
-            indices[~mask] = -1
             traced = indices >= 0
             _check_same_tokens(token_ids[traced], sampled_there[indices[traced]], np.flatnonzero(traced), where)
             rows = table.take(indices)
@@ -109,7 +111,9 @@ def collect_samples(
                 mask[-1] = False
         if leave_out[b]:
             mask = np.zeros_like(mask)
-        collected.samples.append(SampleSupport(token_ids, rows, mask))
+        num_prompt = len(prompt_ids[b])
+        routes = recorder.routes_of(indices, num_prompt, where)
+        collected.samples.append(SampleSupport(token_ids, rows, mask, num_prompt, routes))
         collected.logprobs.append(values)
     return collected
 

@@ -15,6 +15,9 @@ _CHOICES = {
     "replay_check": ("raise", "warn", "off"),
     "entropy_scope": ("auto", "full", "support"),
     "kl_scope": ("support", "full"),
+    "routes_for_reference": ("live", "replay"),
+    "routes_missing": ("error", "live"),
+    "weight_sync": ("nccl", "filesystem"),
 }
 
 
@@ -88,6 +91,37 @@ class SupportReplayGRPOConfig(GRPOConfig):
             "choices": list(_CHOICES["kl_scope"]),
         },
     )
+    routed_experts_replay: bool = field(
+        default=False,
+        metadata={
+            "help": "Record which experts of a mixture-of-experts model the engine routed each token to, and train "
+            "through the same experts. Works with and without truncated sampling."
+        },
+    )
+    routes_for_reference: str = field(
+        default="live",
+        metadata={
+            "help": "Experts of the reference pass (beta > 0) under routed_experts_replay. 'live': the reference "
+            "model's own router. 'replay': the recorded routes, as for the policy.",
+            "choices": list(_CHOICES["routes_for_reference"]),
+        },
+    )
+    routes_missing: str = field(
+        default="error",
+        metadata={
+            "help": "What to do when an engine reports fewer routes than it has tokens (a preempted request). 'error' "
+            "stops, naming request and counts. 'live': the positions without a route take the live router's choice and "
+            "are counted in `routes/uncaptured`.",
+            "choices": list(_CHOICES["routes_missing"]),
+        },
+    )
+    routes_gap_steps: int = field(
+        default=0,
+        metadata={
+            "help": "Every so many optimizer steps, score a generation batch once more with live routers and log the "
+            "gap that replaying the routes removes (`routes/logprob_gap_live_mean`, `..._max`). 0: never."
+        },
+    )
     vllm_dtype: str = field(
         default="auto",
         metadata={
@@ -103,6 +137,38 @@ class SupportReplayGRPOConfig(GRPOConfig):
             '\'{"enforce_eager": true, "max_num_batched_tokens": 512}\'.'
         },
     )
+    vllm_server_urls: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Base URLs of several servers that generate together in server mode, for example "
+            "'http://a:8000 http://b:8000'. A conversation stays with its server. Default: the one server of "
+            "vllm_server_base_url, or of vllm_server_host and vllm_server_port. Needs weight_sync='filesystem'."
+        },
+    )
+    vllm_server_request_timeout: float = field(
+        default=1800.0,
+        metadata={
+            "help": "Seconds after which a request that a server has not answered counts as lost and is sent again. It "
+            "must cover the generation of all completions of a prompt. How long failing requests are repeated "
+            "altogether is vllm_server_timeout."
+        },
+    )
+    weight_sync: str = field(
+        default="nccl",
+        metadata={
+            "help": "How a server gets the policy's weights. 'nccl': TRL's own way, between GPUs. 'filesystem': "
+            "safetensors in weight_sync_dir, a folder that trainer and servers share; works without NCCL, on a CPU and "
+            "with several servers, and needs servers started by `trl-support-replay vllm-serve --weights-dir`.",
+            "choices": list(_CHOICES["weight_sync"]),
+        },
+    )
+    weight_sync_dir: str | None = field(
+        default=None,
+        metadata={
+            "help": "Folder for weight_sync='filesystem': the one given to the servers as --weights-dir, as this "
+            "machine sees it. It holds one version of the weights, and a second one while it is written."
+        },
+    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -115,4 +181,27 @@ class SupportReplayGRPOConfig(GRPOConfig):
                 f"replay_tolerance={self.replay_tolerance!r} must be positive (nats). To switch the check off, set "
                 "replay_check='off'."
             )
+        if not self.vllm_server_request_timeout > 0:
+            raise ValueError(
+                f"vllm_server_request_timeout={self.vllm_server_request_timeout!r} must be positive (seconds)."
+            )
+        if self.weight_sync == "filesystem":
+            self._check_filesystem_sync()
+        elif self.vllm_server_urls is not None and len(self.vllm_server_urls) > 1:
+            raise ValueError(
+                f"vllm_server_urls names {len(self.vllm_server_urls)} servers, and weight_sync='nccl' reaches only "
+                "one. Set weight_sync='filesystem'."
+            )
         check_contract(self)
+
+    def _check_filesystem_sync(self) -> None:
+        if not (self.use_vllm and self.vllm_mode == "server"):
+            raise ValueError(
+                f"weight_sync='filesystem' is for servers, but use_vllm={self.use_vllm} and "
+                f"vllm_mode={self.vllm_mode!r}. Set use_vllm=True and vllm_mode='server', or leave weight_sync out."
+            )
+        if not self.weight_sync_dir:
+            raise ValueError(
+                f"weight_sync='filesystem' with weight_sync_dir={self.weight_sync_dir!r}: set it to the folder that "
+                "the servers were given as --weights-dir."
+            )

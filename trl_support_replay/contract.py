@@ -211,12 +211,12 @@ def _check_sampling(args: Any, settings: SamplingSettings) -> None:
 
 
 def _check_vllm(args: Any, settings: SamplingSettings, generation_kwargs: Mapping[str, Any]) -> None:
-    if getattr(args, "vllm_mode", "colocate") == "server":
+    if getattr(args, "vllm_mode", "colocate") == "server" and getattr(args, "vllm_engine_kwargs", None):
         raise UnreplayableSettingError(
-            "vllm_mode",
-            "server",
-            "TRL's server protocol does not carry supports",
-            "Set vllm_mode='colocate' or use_vllm=False",
+            "vllm_engine_kwargs",
+            args.vllm_engine_kwargs,
+            "it reaches the colocated engine only, and vllm_mode is 'server'",
+            "Give these settings to the server as flags",
         )
     if settings.top_k == 0:
         asked = {"top_p": settings.top_p} if settings.top_p < 1 else {"min_p": settings.min_p}

@@ -58,6 +58,17 @@ class GapStatistics:
     ratio_max: float
     outside_10pct: float
 
+    def metrics(self) -> dict[str, float]:
+        """What is logged."""
+        return {
+            "support/logprob_gap_mean": self.mean,
+            "support/logprob_gap_max": self.max,
+            "sampling/importance_sampling_ratio_raw/mean": self.ratio_mean,
+            "sampling/importance_sampling_ratio_raw/min": self.ratio_min,
+            "sampling/importance_sampling_ratio_raw/max": self.ratio_max,
+            "sampling/outside_10pct": self.outside_10pct,
+        }
+
     def exceeds(self, tolerance: Tolerance) -> bool:
         value = self.max if tolerance.statistic == "max" else self.mean
         return not value <= tolerance.value  # also true for NaN

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from .scoring import SupportCSR, lm_head_from_model, score_support
+from .traces.routes import RoutedExperts
 from .traces.support import SupportRows
 
 
@@ -30,11 +31,15 @@ class SampleSupport:
         token_ids: `[T]` int64, the completion.
         rows: `T` supports; empty for observation tokens and for a synthetic end of sequence.
         loss_mask: `[T]` bool, the tokens that the loss is over.
+        prompt_length: `P`, number of prompt tokens.
+        routes: `P + T` routes of prompt and completion, when they are replayed.
     """
 
     token_ids: np.ndarray
     rows: SupportRows
     loss_mask: np.ndarray
+    prompt_length: int = 0
+    routes: RoutedExperts | None = None
 
 
 @dataclass
@@ -193,3 +198,49 @@ def _load_balancing_loss(config: Any, backbone: Any, kwargs: dict[str, Any]) -> 
     )
     assert isinstance(loss, torch.Tensor)  # 0 only for a model without router logits, which TRL does not ask
     return loss
+
+
+class ReplayCaller:
+    """Stands in for the model while TRL scores a batch in chunks, and tells each call which supports are its own."""
+
+    def __init__(self, model: Any, samples: list[SampleSupport], completion_length: int, **scores: Any):
+        self._model = model
+        self._samples = samples
+        self._completion_length = completion_length
+        self._scores = scores
+        self._cursor = 0
+        self._extra: list[tuple[torch.Tensor, ...] | None] = []
+
+    def __call__(self, **kwargs: Any) -> Any:
+        input_ids = kwargs["input_ids"]
+        start, self._cursor = self._cursor, self._cursor + input_ids.shape[0]
+        batch = ReplayBatch.build(
+            self._samples[start : self._cursor],
+            tuple(input_ids.shape),
+            self._completion_length,
+            input_ids.device,
+            **self._scores,
+        )
+        output = self._model(**kwargs, replay=batch)
+        self._extra.append(output.extra)
+        return output
+
+    def finish(self) -> None:
+        if self._cursor != len(self._samples):
+            raise RuntimeError(f"{self._cursor} rows were scored, but {len(self._samples)} samples were recorded.")
+
+    def collected(self, completion_length: int) -> dict[str, torch.Tensor]:
+        """The `extra` scores of all calls, `[B, completion_length]` each."""
+        names = self._scores["extra"]
+        return {
+            name: torch.cat([extra[i] for extra in self._extra if extra is not None])[:, -completion_length:]
+            for i, name in enumerate(names)
+        }
+
+
+def recorded_mask(samples: list[SampleSupport], shape: tuple[int, int]) -> torch.Tensor:
+    """`[B, T]` bool: loss-bearing tokens with a recorded support."""
+    mask = np.zeros(tuple(shape), dtype=bool)
+    for b, sample in enumerate(samples):
+        mask[b, : len(sample.loss_mask)] = sample.loss_mask & (sample.rows.sizes > 0)
+    return torch.from_numpy(mask)

@@ -7,6 +7,7 @@ scores a batch is told over which supports to score.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
@@ -28,7 +29,9 @@ from .contract import check_contract
 from .environment import UnsupportedVersionError, check_supported
 from .rebind import rebound
 from .replay_check import GapStatistics, ReplayGapError, Tolerance, explain
-from .replay_head import ReplayBatch, SampleSupport, add_replay_head
+from .replay_head import ReplayCaller, SampleSupport, add_replay_head, recorded_mask
+from .replay_metrics import route_metrics, support_metrics
+from .route_sessions import RouteSessions
 
 logger = logging.getLogger(__name__)
 
@@ -98,14 +101,18 @@ class SupportReplayGRPOTrainer(GRPOTrainer):
             )
         self.sampling_settings = check_contract(args, _own_generation_config(model, args))
         self.replays_support = self.sampling_settings.truncates
+        self.replays_routes = args.routed_experts_replay
+        self._routes = RouteSessions()
         self._recorder: SupportRecorder | None = None
         self._scored_samples: list[SampleSupport] | None = None
         self._last_logps: torch.Tensor | None = None
         self._last_extra: dict[str, torch.Tensor] = {}
         self._rescoring_temperature: float | None = None
+        self._live_routes = False  # while a batch is scored through the live routers, for comparison
         self._loss_inputs: dict[str, Any] | None = None
+        self._unchecked: tuple[torch.Tensor, dict[str, Any]] | None = None
         self._generated_at = -1  # optimizer step of the buffered completions
-        if not self.replays_support:
+        if not (self.replays_support or self.replays_routes):
             super().__init__(model, reward_funcs, args, **kwargs)
             return
         add_fused_lm_head = trl_grpo.add_fused_lm_head
@@ -124,6 +131,8 @@ class SupportReplayGRPOTrainer(GRPOTrainer):
                     *engine_args,
                     settings=self.sampling_settings,
                     support_capture=args.support_capture,
+                    routed_experts=self.replays_routes,
+                    routes_missing=args.routes_missing,
                     recorder=lambda: self._recorder,
                     dtype=dtype,
                     engine_kwargs=args.vllm_engine_kwargs,
@@ -131,17 +140,33 @@ class SupportReplayGRPOTrainer(GRPOTrainer):
                     **engine_kwargs,
                 )
 
-            names["VLLMGeneration"] = build_engine
+            names["VLLMGeneration"] = self._build_server_client if args.vllm_mode == "server" else build_engine
         with rebound(trl_grpo, **names):
             super().__init__(model, reward_funcs, args, **kwargs)
         half_precision = args.bf16 or args.fp16 or self.model.dtype != torch.float32
-        if args.use_vllm and args.vllm_dtype not in ("auto", "float32"):
-            half_precision = True
+        if args.use_vllm:
+            engine_dtype = self.vllm_generation.engine_dtype if args.vllm_mode == "server" else args.vllm_dtype
+            half_precision |= engine_dtype not in ("auto", "float32")
         self._tolerance = Tolerance.choose(full_precision=not half_precision, value=args.replay_tolerance)
-        self._entropy_scope = args.entropy_scope
-        if args.entropy_scope == "auto":
+        self._entropy_scope = args.entropy_scope if self.replays_support else "full"
+        if self.replays_support and args.entropy_scope == "auto":
             in_loss = self._entropy_bonus_enabled or self.top_entropy_quantile < 1.0
             self._entropy_scope = "full" if in_loss else "support"
+
+    def _build_server_client(self, *client_args: Any, **client_kwargs: Any) -> Any:
+        from .capture.vllm_server import SupportVLLMServerGeneration
+
+        return SupportVLLMServerGeneration(
+            *client_args,
+            recorder=lambda: self._recorder,
+            support_capture=self.args.support_capture,
+            policy_step=lambda: self.state.global_step,
+            server_urls=self.args.vllm_server_urls,
+            weight_sync=self.args.weight_sync,
+            weight_sync_dir=self.args.weight_sync_dir,
+            request_timeout=self.args.vllm_server_request_timeout,
+            **client_kwargs,
+        )
 
     # ------------------------------------------------------------------------------------------------- generation
 
@@ -151,12 +176,22 @@ class SupportReplayGRPOTrainer(GRPOTrainer):
         )
         if self._recorder is None or self.use_vllm:
             return generate()
-        scores = ScoresRecorder(self.eos_token_ids)
-        with recording(self._base_model(), scores):
+        scores = ScoresRecorder(self.eos_token_ids, truncates=self.replays_support)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(recording(self._base_model(), scores))
+            routing = stack.enter_context(self._routes.of(self.model).record()) if self.replays_routes else None
             completion_ids, _ = generate()
+        routes: list[Any] = [None] * len(completion_ids)
+        if routing is not None:
+            lengths = [(len(p), len(c)) for p, c in zip(prompt_ids, completion_ids, strict=True)]
+            padded = max(p for p, _ in lengths)
+            multiple = int(self.pad_to_multiple_of or 1)
+            padded = -(-padded // multiple) * multiple
+            width = padded + scores.num_steps
+            routes = routing.samples([padded - p for p, _ in lengths], [p + c for p, c in lengths], width)
         logprobs = [
-            self._recorder.add(ids, values, rows)
-            for ids, (values, rows) in zip(completion_ids, scores.collect(completion_ids), strict=True)
+            self._recorder.add(ids, values, rows, routes=route)
+            for ids, (values, rows), route in zip(completion_ids, scores.collect(completion_ids), routes, strict=True)
         ]
         return completion_ids, logprobs
 
@@ -170,6 +205,7 @@ class SupportReplayGRPOTrainer(GRPOTrainer):
         head = self._base_model().get_output_embeddings().weight
         collected = collect_samples(
             self._recorder,
+            prompt_ids,
             completion_ids,
             tool_mask,
             logprobs,
@@ -181,11 +217,13 @@ class SupportReplayGRPOTrainer(GRPOTrainer):
             asked_by=str(self.sampling_settings),
         )
         self._scored_samples = collected.samples
-        self._log_supports(collected.samples, self._recorder.repaired, collected.num_synthetic)
+        self._log(
+            support_metrics(collected.samples, self._recorder.repaired, collected.num_synthetic, self._gather_row)
+        )
         return prompt_ids, completion_ids, collected.tool_mask, completions, collected.logprobs, extra, *rest
 
     def _generate_and_score_completions(self, inputs):
-        if not self.replays_support or not self.model.training:
+        if not (self.replays_support or self.replays_routes) or not self.model.training:
             return super()._generate_and_score_completions(inputs)
         self._recorder = SupportRecorder()
         try:
@@ -213,10 +251,11 @@ class SupportReplayGRPOTrainer(GRPOTrainer):
         finally:
             self._scored_samples = None
             self._loss_inputs = None
-        # TRL scores the old policy only when it may differ from the current one; else this is the first look.
+        # TRL scores the old policy only when it may differ from the current one; else this is the first look. What the
+        # check may run waits until this batch's backward is done and its routes are closed.
         if "old_per_token_logps" not in inputs and self.state.global_step == self._generated_at:
             assert self._last_logps is not None
-            self._check_replay(self._last_logps, inputs)
+            self._unchecked = (self._last_logps, inputs)
         self._log_scores(inputs)
         self._last_logps, self._last_extra = None, {}
         return loss
@@ -237,16 +276,19 @@ class SupportReplayGRPOTrainer(GRPOTrainer):
         if samples is None:
             return score(model)
         in_loss = compute_entropy
-        kl_full = self.beta != 0.0 and self.args.kl_scope == "full"
-        log_probs = "full_logprobs" if kl_full and self._is_reference_pass(model) else "logprobs"
+        reference = self._is_reference_pass(model)
+        kl_full = self.replays_support and self.beta != 0.0 and self.args.kl_scope == "full"
+        # Without truncation the distribution that was sampled from is the whole vocabulary's.
+        full = not self.replays_support or (kl_full and reference)
+        log_probs = "full_logprobs" if full else "logprobs"
         extra: tuple[str, ...] = ()
-        if in_loss:
+        if in_loss and self.replays_support:
             extra = ("support_entropy",)
             if kl_full:
                 extra += ("full_logprobs",)
             if kl_full or self._entropy_scope == "full":
                 extra += ("log_mass",)
-        caller = _ReplayCaller(
+        caller = ReplayCaller(
             model,
             samples,
             logits_to_keep,
@@ -255,14 +297,55 @@ class SupportReplayGRPOTrainer(GRPOTrainer):
             entropy=f"{self._entropy_scope}_entropy" if compute_entropy else None,
             extra=extra,
         )
-        logps, entropies, aux_loss = score(caller)
+        routed = self.ref_model if model is self.ref_model else self.model
+        if self._replays_routes_in(reference):
+            num_samples, width = input_ids.shape
+            self._routes.open(routed, samples, width, logits_to_keep, batch_size or num_samples)
+        try:
+            logps, entropies, aux_loss = score(caller)
+        except BaseException:
+            self._routes.discard()
+            raise
         caller.finish()
+        if not torch.is_grad_enabled():
+            self._routes.close(routed)  # a pass with gradients stays open until its backward is done
         if in_loss:
             self._last_logps = logps.detach()
             self._last_extra = caller.collected(logits_to_keep)
             if kl_full:
                 self._shift_reference_for_full_kl(logps)
         return logps, entropies, aux_loss
+
+    def _replays_routes_in(self, reference: bool) -> bool:
+        if not self.replays_routes or self._live_routes:
+            return False
+        return not reference or self.args.routes_for_reference == "replay"
+
+    def training_step(self, *args, **kwargs):
+        # Checkpointed layers run their routers again in backward, which is over only when this returns.
+        try:
+            loss = super().training_step(*args, **kwargs)
+            self._log_routes()
+            if self._unchecked is not None:
+                self._check_replay(*self._unchecked)
+        finally:
+            self._routes.discard()
+            self._unchecked = None
+        return loss
+
+    def _log_routes(self) -> None:
+        found = self._routes.close(self.model)
+        if found is not None:
+            self._log(route_metrics(found, self._gather_row))
+
+    def _log(self, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._metrics["train"][name].append(value)
+
+    def _gather_row(self, values: list[float]) -> np.ndarray:
+        """`[processes, len(values)]`."""
+        row = torch.tensor([values], dtype=torch.float32, device=self.accelerator.device)
+        return self.accelerator.gather(row).cpu().numpy()
 
     def _shift_reference_for_full_kl(self, logps: torch.Tensor) -> None:
         # TRL's KL term sees only ref - logps. With full-vocabulary scores f and support scores s of the policy, a
@@ -290,17 +373,14 @@ class SupportReplayGRPOTrainer(GRPOTrainer):
     def _check_replay(self, replayed: torch.Tensor, batch: dict[str, Any]) -> None:
         """Compare with the recorded log-probs while engine and policy hold the same weights."""
         recorded = batch["sampling_per_token_logps"]
-        mask = _recorded_mask(batch[_SAMPLES], recorded.shape).to(recorded.device)
+        mask = recorded_mask(batch[_SAMPLES], recorded.shape).to(recorded.device)
         statistics = GapStatistics.gather(replayed, recorded, mask, self.accelerator.gather)
         if statistics.num_tokens == 0:
             return
-        metrics = self._metrics["train"]
-        metrics["support/logprob_gap_mean"].append(statistics.mean)
-        metrics["support/logprob_gap_max"].append(statistics.max)
-        metrics["sampling/importance_sampling_ratio_raw/mean"].append(statistics.ratio_mean)
-        metrics["sampling/importance_sampling_ratio_raw/min"].append(statistics.ratio_min)
-        metrics["sampling/importance_sampling_ratio_raw/max"].append(statistics.ratio_max)
-        metrics["sampling/outside_10pct"].append(statistics.outside_10pct)
+        self._log(statistics.metrics())
+        every = self.args.routes_gap_steps
+        if self.replays_routes and every and self.state.global_step % every == 0:
+            self._log_live_route_gap(batch, recorded, mask)
         if self.args.replay_check == "off" or not statistics.exceeds(self._tolerance):
             return
         cause = explain(
@@ -320,6 +400,15 @@ class SupportReplayGRPOTrainer(GRPOTrainer):
         if self.args.replay_check == "raise":
             raise ReplayGapError(message)
         logger.warning(message)
+
+    def _log_live_route_gap(self, batch: dict[str, Any], recorded: torch.Tensor, mask: torch.Tensor) -> None:
+        self._live_routes = True
+        try:
+            live = self._rescore(batch, self.temperature)
+        finally:
+            self._live_routes = False
+        statistics = GapStatistics.gather(live, recorded, mask, self.accelerator.gather)
+        self._log({"routes/logprob_gap_live_mean": statistics.mean, "routes/logprob_gap_live_max": statistics.max})
 
     def _rescore(self, batch: dict[str, Any], temperature: float) -> torch.Tensor:
         self._rescoring_temperature, saved = temperature, self._scored_samples
@@ -346,75 +435,13 @@ class SupportReplayGRPOTrainer(GRPOTrainer):
         held = "never received the policy's weights" if loaded is None else f"holds the weights of step {loaded}"
         return f"it {held} while the policy is at step {self._generated_at}, so the weight sync was skipped or failed"
 
-    def _log_supports(self, samples: list[SampleSupport], repaired: int, num_synthetic: int) -> None:
-        sizes = np.concatenate([s.rows.sizes for s in samples])
-        sizes = sizes[sizes > 0]
-        local = [sizes.sum(), len(sizes), (sizes == 1).sum(), repaired, num_synthetic, sizes.max(initial=0)]
-        device = self.accelerator.device
-        stats = self.accelerator.gather(torch.tensor([local], dtype=torch.float32, device=device)).cpu()
-        total, count, singletons, repaired, synthetic = stats[:, :5].sum(dim=0).tolist()
-        metrics = self._metrics["train"]
-        metrics["support/size_mean"].append(total / max(count, 1.0))
-        metrics["support/size_max"].append(stats[:, 5].max().item())
-        metrics["support/singleton_fraction"].append(singletons / max(count, 1.0))
-        metrics["support/repaired"].append(repaired)
-        metrics["support/synthetic_eos"].append(synthetic)
-
     def _log_scores(self, inputs: dict[str, Any]) -> None:
-        mask = _recorded_mask(inputs[_SAMPLES], inputs["completion_ids"].shape)
+        on = recorded_mask(inputs[_SAMPLES], inputs["completion_ids"].shape)
         for name, metric in (("support_entropy", "support/entropy"), ("log_mass", "support/log_mass")):
             if name in self._last_extra:
-                values = self._last_extra[name].detach()
-                on = mask.to(values.device)
-                local = torch.stack([values[on].sum(), on.sum().to(values.dtype)])
-                total, count = self.accelerator.reduce(local, reduction="sum").tolist()
-                self._metrics["train"][metric].append(total / max(count, 1.0))
-
-
-class _ReplayCaller:
-    """Stands in for the model while TRL scores a batch in chunks, and tells each call which supports are its own."""
-
-    def __init__(self, model: Any, samples: list[SampleSupport], completion_length: int, **scores: Any):
-        self._model = model
-        self._samples = samples
-        self._completion_length = completion_length
-        self._scores = scores
-        self._cursor = 0
-        self._extra: list[tuple[torch.Tensor, ...] | None] = []
-
-    def __call__(self, **kwargs: Any) -> Any:
-        input_ids = kwargs["input_ids"]
-        start, self._cursor = self._cursor, self._cursor + input_ids.shape[0]
-        batch = ReplayBatch.build(
-            self._samples[start : self._cursor],
-            tuple(input_ids.shape),
-            self._completion_length,
-            input_ids.device,
-            **self._scores,
-        )
-        output = self._model(**kwargs, replay=batch)
-        self._extra.append(output.extra)
-        return output
-
-    def finish(self) -> None:
-        if self._cursor != len(self._samples):
-            raise RuntimeError(f"{self._cursor} rows were scored, but {len(self._samples)} samples were recorded.")
-
-    def collected(self, completion_length: int) -> dict[str, torch.Tensor]:
-        """The `extra` scores of all calls, `[B, completion_length]` each."""
-        names = self._scores["extra"]
-        return {
-            name: torch.cat([extra[i] for extra in self._extra if extra is not None])[:, -completion_length:]
-            for i, name in enumerate(names)
-        }
-
-
-def _recorded_mask(samples: list[SampleSupport], shape: tuple[int, int]) -> torch.Tensor:
-    """`[B, T]` bool: loss-bearing tokens with a recorded support."""
-    mask = np.zeros(tuple(shape), dtype=bool)
-    for b, sample in enumerate(samples):
-        mask[b, : len(sample.loss_mask)] = sample.loss_mask & (sample.rows.sizes > 0)
-    return torch.from_numpy(mask)
+                values = self._last_extra[name].detach().cpu()[on]
+                total, count = self._gather_row([values.sum().item(), len(values)]).sum(axis=0)
+                self._log({metric: float(total) / max(float(count), 1.0)})
 
 
 def _own_generation_config(model: Any, args: SupportReplayGRPOConfig) -> GenerationConfig | None:

@@ -15,7 +15,7 @@ from .recorder import SupportCaptureError
 
 
 class ScoresRecorder(LogitsProcessor):
-    """A logits processor that keeps, for each step, which tokens have a finite score and their log-probs.
+    """A logits processor that keeps, for each step, which tokens have a finite score and the sampled one's log-prob.
 
     It changes nothing. It must be the last of the list, after the warpers that `generate` adds behind the user's own
     processors; `recording` puts it there. Only what survived is kept: memory grows with the supports, not with
@@ -23,26 +23,37 @@ class ScoresRecorder(LogitsProcessor):
 
     Args:
         eos_token_ids: ids that end a sequence. What `generate` does with a sequence after its end is not recorded.
+        truncates: whether anything is cut. When nothing is, a support holds only the sampled token, since the log-prob
+            is then over the vocabulary.
     """
 
-    def __init__(self, eos_token_ids: Sequence[int]):
+    def __init__(self, eos_token_ids: Sequence[int], truncates: bool = True):
         self._eos = torch.tensor(list(eos_token_ids))
-        self._steps: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # sizes [B], ids [nnz], log-probs [nnz]
+        self._truncates = truncates
+        self._supports: list[tuple[np.ndarray, np.ndarray]] = []  # for each step: offsets [B + 1], ids [nnz]
+        self._logprobs: list[np.ndarray] = []  # for each step but the last: [B], of the token that was drawn
+        self._last: torch.Tensor | None = None  # [B, V], log-probs that the latest token is being drawn from
         self._alive: torch.Tensor | None = None
 
+    @property
+    def num_steps(self) -> int:
+        """Number of steps recorded so far."""
+        return len(self._logprobs) + (self._last is not None)
+
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if self._alive is None:
+        if self._last is None:
             self._alive = torch.ones(len(input_ids), dtype=torch.bool, device=scores.device)
         else:
-            self._alive &= ~torch.isin(input_ids[:, -1], self._eos.to(input_ids.device))
-        kept = torch.isfinite(scores) & self._alive[:, None]
-        # `generate` draws from softmax(scores), computed in the scores' own data type (float32).
-        log_probs = torch.log_softmax(scores, dim=-1)
-        rows, ids = kept.nonzero(as_tuple=True)
-        sizes = torch.bincount(rows, minlength=len(scores))
-        self._steps.append(
-            (sizes.cpu().numpy(), ids.to(torch.int32).cpu().numpy(), log_probs[kept].double().cpu().numpy())
-        )
+            drawn = input_ids[:, -1:]
+            self._alive &= ~torch.isin(drawn[:, 0], self._eos.to(drawn.device))
+            self._logprobs.append(self._last.gather(1, drawn)[:, 0].double().cpu().numpy())
+        # `generate` draws from softmax(scores), in the scores' own data type (float32).
+        self._last = torch.log_softmax(scores, dim=-1)
+        if self._truncates:
+            assert self._alive is not None
+            rows, ids = (torch.isfinite(scores) & self._alive[:, None]).nonzero(as_tuple=True)
+            sizes = torch.bincount(rows, minlength=len(scores)).cpu().numpy()
+            self._supports.append((np.concatenate([[0], np.cumsum(sizes)]), ids.to(torch.int32).cpu().numpy()))
         return scores
 
     def collect(self, completion_ids: Sequence[Sequence[int]]) -> list[tuple[np.ndarray, SupportRows]]:
@@ -54,26 +65,29 @@ class ScoresRecorder(LogitsProcessor):
         Raises:
             SupportCaptureError: when a completion is longer than what was recorded, or a token is not in its support.
         """
-        offsets = [np.concatenate([[0], np.cumsum(sizes)]) for sizes, _, _ in self._steps]
+        num_steps = self.num_steps
         collected = []
         for b, completion in enumerate(completion_ids):
-            if len(completion) > len(self._steps):
+            if len(completion) > num_steps:
                 raise SupportCaptureError(
-                    f"Completion {b} has {len(completion)} tokens, but {len(self._steps)} steps were recorded."
+                    f"Completion {b} has {len(completion)} tokens, but {num_steps} steps were recorded."
                 )
-            spans = [(o[b], o[b + 1]) for o in offsets[: len(completion)]]
-            steps = self._steps[: len(completion)]
-            row_ids = [ids[start:stop] for (start, stop), (_, ids, _) in zip(spans, steps, strict=True)]
-            logprobs = np.zeros(len(completion))
-            for t, ((start, stop), (_, _, values)) in enumerate(zip(spans, steps, strict=True)):
-                hit = np.flatnonzero(row_ids[t] == completion[t])
-                if len(hit) != 1:
-                    raise SupportCaptureError(
-                        f"Token {t} of completion {b} (id {completion[t]}) is not in its recorded support of "
-                        f"{stop - start} tokens."
-                    )
-                logprobs[t] = values[start + hit[0]]
-            collected.append((logprobs, SupportRows.from_ragged(row_ids)))
+            logprobs = np.array([step[b] for step in self._logprobs[: len(completion)]])
+            if len(completion) == num_steps > 0:
+                assert self._last is not None
+                logprobs = np.append(logprobs, self._last[b, completion[-1]].double().item())
+            if not np.isfinite(logprobs).all():
+                token = int(np.argmin(np.isfinite(logprobs)))
+                raise SupportCaptureError(
+                    f"Token {token} of completion {b} (id {completion[token]}) is not in its recorded support: its "
+                    f"log-prob is {logprobs[token]}."
+                )
+            if self._truncates:
+                steps = self._supports[: len(completion)]
+                rows = SupportRows.from_ragged([ids[offsets[b] : offsets[b + 1]] for offsets, ids in steps])
+            else:
+                rows = SupportRows.from_ragged([[token] for token in completion])
+            collected.append((logprobs, rows))
         return collected
 
 

@@ -145,6 +145,19 @@ def read_sampling_mask(completion: Any, request: str, trailing: bool = False) ->
         raise SupportCaptureError(
             f"{request}: the sampling mask of token {position} does not hold id {sampled[position]}, which was sampled."
         )
+    return _sampled_logprobs(completion, sampled, request), rows, 0
+
+
+def read_sampled_logprobs(completion: Any, request: str) -> tuple[np.ndarray, SupportRows, int]:
+    """Log-probs of the sampled tokens (`logprobs=0`), each with a support of itself only, when nothing is truncated.
+
+    Arguments, results and errors as in `read_flat_logprobs`.
+    """
+    sampled = np.asarray(completion.token_ids, dtype=np.int32)
+    return _sampled_logprobs(completion, sampled, request), SupportRows.from_ragged(sampled[:, None].tolist()), 0
+
+
+def _sampled_logprobs(completion: Any, sampled: np.ndarray, request: str) -> np.ndarray:
     if completion.logprobs is None or len(completion.logprobs) < len(sampled):
         found = 0 if completion.logprobs is None else len(completion.logprobs)
         raise SupportCaptureError(f"{request}: {found} log-prob positions for {len(sampled)} tokens.")
@@ -153,4 +166,4 @@ def read_sampling_mask(completion: Any, request: str, trailing: bool = False) ->
     if not np.isfinite(logprobs).all():
         position = int(np.argmin(np.isfinite(logprobs)))
         raise SupportCaptureError(f"{request}: token {position} has log-prob {logprobs[position]}.")
-    return logprobs, rows, 0
+    return logprobs

@@ -1,0 +1,192 @@
+"""Routed experts through the real trainer: recorded by the generator, replayed in every scoring pass."""
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from trl_support_replay.replay_check import ReplayGapError
+from trl_support_replay.routing import UnreplayableRouterError
+from trl_support_replay.traces.routes import RoutesError
+
+from .conftest import character_tokenizer
+from .test_multi_turn import rollout
+from .test_replay import assert_replayed
+
+HF = {"use_vllm": False, "routed_experts_replay": True, "max_completion_length": 10, "learning_rate": 1e-2}
+
+
+@pytest.fixture(scope="session")
+def moe_path(tmp_path_factory):
+    """A Qwen3-MoE with a dense first layer and routers sharp enough for routes to matter."""
+    tokenizer = character_tokenizer()
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=8,
+        num_experts_per_tok=2,
+        mlp_only_layers=[0],
+        decoder_sparse_step=1,
+        max_position_embeddings=256,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        tie_word_embeddings=False,
+    )
+    model = Qwen3MoeForCausalLM(config)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(15)
+        for name, parameter in model.named_parameters():
+            if "experts" in name or name.endswith("gate.weight"):
+                parameter.mul_(10)
+    path = tmp_path_factory.mktemp("models") / "tiny-moe"
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+def moved(trainer, path):
+    fresh = Qwen3MoeForCausalLM.from_pretrained(path)
+    return {
+        n: (p - q).abs().max().item()
+        for (n, p), q in zip(trainer.model.named_parameters(), fresh.parameters(), strict=True)
+    }
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"top_p": 0.9}, id="top_p"),
+        pytest.param({}, id="without truncation"),
+        pytest.param({"top_k": 8, "gradient_checkpointing": False}, id="no gradient checkpointing"),
+        pytest.param(
+            {"top_k": 8, "gradient_checkpointing_kwargs": {"use_reentrant": True}}, id="re-entrant checkpoints"
+        ),
+        pytest.param(
+            {"top_k": 8, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "max_steps": 4}, id="splits"
+        ),
+        pytest.param({"top_k": 8, "beta": 0.1, "routes_for_reference": "replay"}, id="reference replays"),
+        pytest.param({"top_k": 8, "beta": 0.1}, id="reference routes live"),
+        pytest.param({"top_k": 8, "router_aux_loss_coef": 0.01}, id="load-balancing loss"),
+        pytest.param({"top_k": 8, "rollout_func": rollout()}, id="two turns"),
+        pytest.param({"top_k": 8, "pad_to_multiple_of": 8}, id="padded to multiples"),
+    ],
+)
+def test_training_through_recorded_routes(build, moe_path, settings):
+    trainer = build(moe_path, **HF | settings)
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "support/logprob_gap_max" in log]
+    assert len(logs) == 2
+    for log in logs:
+        assert log["support/logprob_gap_max"] <= 1e-4 and log["sampling/outside_10pct"] == 0
+    routed = [log for log in trainer.state.log_history if "routes/agreement" in log]
+    # The generator and the policy are the same model, so the live router agrees up to rounding.
+    assert len(routed) == trainer.state.global_step and routed[0]["routes/agreement"] > 0.99
+    assert {"routes/agreement_layer_1", "routes/agreement_layer_2"} <= set(routed[0])
+    assert "routes/agreement_layer_0" not in routed[0]
+    change = moved(trainer, moe_path)
+    assert min(v for n, v in change.items() if n.endswith("mlp.gate.weight")) > 0
+    assert not any("forward" in vars(m) for n, m in trainer.model.named_modules() if n.endswith("gate"))
+
+
+def test_lora_on_a_routed_model(build, moe_path):
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    trainer = build(moe_path, **HF, top_k=8, beta=0.1, peft_config=lora)
+    trainer.train()
+    assert_replayed(trainer, 2)
+
+
+def corrupt(routes):
+    routes = routes.copy()
+    routes[:, :, 0], routes[:, :, 1] = (routes[:, :, 0] + 3) % 8, (routes[:, :, 0] + 5) % 8
+    return routes
+
+
+def edit_samples(trainer, edit):
+    """Change the recorded routes of a batch before anything is scored."""
+    import trl_support_replay.trainer as module
+
+    collect = module.collect_samples
+
+    def edited(*args, **kwargs):
+        collected = collect(*args, **kwargs)
+        edit(collected.samples)
+        return collected
+
+    return module, edited
+
+
+def swap_two(samples):
+    n = min(len(samples[0].routes), len(samples[1].routes)) - 1
+    a, b = samples[0].routes, samples[1].routes
+    a.experts[:n], b.experts[:n] = b.experts[:n].copy(), a.experts[:n].copy()
+
+
+def shift_by_one(samples):
+    for sample in samples:
+        n = sample.routes.captured_prefix
+        sample.routes.experts[:n] = np.roll(sample.routes.experts[:n], 1, axis=0)
+
+
+@pytest.mark.parametrize("edit", [swap_two, shift_by_one])
+def test_wrong_routes_are_found_by_the_gap(build, moe_path, monkeypatch, edit):
+    trainer = build(moe_path, **HF, top_p=0.9)
+    module, edited = edit_samples(trainer, edit)
+    monkeypatch.setattr(module, "collect_samples", edited)
+    with pytest.raises(ReplayGapError):
+        trainer.train()
+    assert not trainer._routes.of(trainer.model).is_open  # nothing is left behind
+
+
+def test_the_live_gap_is_logged_when_asked_for(build, moe_path, monkeypatch):
+    """With a perturbed generator, replaying only the supports leaves a gap that replaying the routes removes."""
+    trainer = build(moe_path, **HF, top_p=0.9, routes_gap_steps=1)
+    generate = trainer._generate_single_turn
+
+    def perturbed(*args, **kwargs):
+        gates = [m for n, m in trainer.model.named_modules() if n.endswith("mlp.gate")]
+        hooks = [gate.register_forward_pre_hook(lambda m, a: (a[0] + 0.5 * a[0].roll(1, -1), *a[1:])) for gate in gates]
+        try:
+            return generate(*args, **kwargs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    monkeypatch.setattr(trainer, "_generate_single_turn", perturbed)
+    trainer.args.replay_check = "off"
+    trainer.train()
+    log = trainer.state.log_history[0]
+    assert log["routes/agreement"] < 0.9
+    assert log["routes/logprob_gap_live_max"] > 1e-2
+    assert log["support/logprob_gap_mean"] < 0.5 * log["routes/logprob_gap_live_mean"]
+
+
+def test_dense_models_are_refused(build, tiny_model_path):
+    trainer = build(tiny_model_path, **HF)
+    with pytest.raises(UnreplayableRouterError):
+        trainer.train()
+
+
+def test_a_rollout_without_routes_is_refused(build, moe_path):
+    from .test_multi_turn import supports_of
+
+    trainer = build(moe_path, **HF, top_p=0.9, rollout_func=rollout(supports_of))
+    with pytest.raises(RoutesError, match="has no routes, which routed_experts_replay=True asks for"):
+        trainer.train()
+
+
+def test_a_trainer_without_replay_in_the_same_process_is_untouched(build, moe_path, tmp_path):
+    replaying = build(moe_path, **HF, top_p=0.9)
+    replaying.train()
+    plain = build(moe_path, use_vllm=False, max_completion_length=10, output_dir=str(tmp_path / "plain"))
+    plain.train()
+    assert not any(key.startswith("routes/") for log in plain.state.log_history for key in log)
+    assert plain._routes._replays == {}
