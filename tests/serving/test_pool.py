@@ -1,0 +1,106 @@
+"""Several servers: where prompts go, and that nothing is mixed up on the way."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trl_support_replay.serving.pool import _Affinity, new_request_id
+from trl_support_replay.serving.transport import Transport
+
+from .fakes import FakeEngine, HTTPServer, serving
+from .test_endpoint import assert_foretold, request
+
+
+@pytest.fixture
+def two_servers():
+    with serving(HTTPServer(FakeEngine())) as a, serving(HTTPServer(FakeEngine())) as b:
+        yield a, b
+
+
+def test_a_batch_is_spread_and_comes_back_in_order(two_servers, pool_of):
+    pool = pool_of(*(server.url for server in two_servers))
+    requests = [request(prompt=[i + 1]) for i in range(20)]
+    for server in two_servers:
+        server.engine.gate.clear()
+    import threading
+
+    threading.Timer(0.3, lambda: [server.engine.gate.set() for server in two_servers]).start()
+    for asked, samples in zip(requests, pool.generate(requests), strict=True):
+        assert_foretold(samples, asked)
+    assert [len(server.engine.calls) for server in two_servers] == [10, 10]
+
+
+def test_a_conversation_stays_with_its_server(two_servers, pool_of):
+    pool = pool_of(*(server.url for server in two_servers))
+    conversations = [[i + 1, 50] for i in range(9)]
+    for turn in range(4):
+        requests = [request(prompt=conversation) for conversation in conversations]
+        for i, (sample,) in enumerate(pool.generate(requests)):
+            conversations[i] = [*conversations[i], *sample.token_ids.tolist(), 60 + turn]
+    home = {}
+    for index, server in enumerate(two_servers):
+        assert server.engine.calls
+        for call in server.engine.calls:
+            assert home.setdefault(call[0], index) == index
+    assert len(home) == 9
+
+
+def test_new_weights_free_prompts_to_go_anywhere(two_servers, pool_of):
+    pool = pool_of(*(server.url for server in two_servers))
+    pool.generate([request(prompt=[1])])
+    pool.forget_prefixes()
+    assert pool._affinity._server_of == {} and pool._affinity._lengths == {}
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=30), st.integers(2, 4))
+def test_the_longest_known_beginning_decides(prompts, num_servers):
+    affinity = _Affinity(num_servers)
+    known: dict[tuple, int] = {}
+    for prompt in prompts:
+        index = affinity.acquire(np.array(prompt), 1)
+        beginnings = [tuple(prompt[:length]) for length in range(len(prompt), 0, -1)]
+        expected = next((known[b] for b in beginnings if b in known), None)
+        assert expected is None or index == expected
+        known[tuple(prompt)] = index
+        affinity.release(index, 1)
+    assert sum(affinity._lengths.values()) == len(affinity._server_of) == len(known)
+    assert affinity._load == [0] * num_servers
+
+
+def test_an_empty_batch_is_an_empty_answer(server, pool_of, engine):
+    assert pool_of(server.url).generate([]) == []
+    assert not engine.calls
+
+
+def test_request_ids_are_unique():
+    assert len({new_request_id() for _ in range(1000)}) == 1000
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://host", "http://", "", "unix:///socket"])
+def test_urls_that_are_none_are_refused(url):
+    with pytest.raises(ValueError, match="http://host:port"):
+        Transport(url)
+
+
+def test_a_base_path_is_kept(server, pool_of, engine):
+    """A gateway may put a server under a path."""
+    from starlette.applications import Starlette
+    from starlette.responses import Response
+    from starlette.routing import Route
+
+    from .fakes import AppServer
+
+    seen = []
+
+    async def gateway(request):
+        seen.append(request.url.path)
+        return Response(status_code=404)
+
+    with serving(AppServer(Starlette(routes=[Route("/{path:path}", gateway, methods=["GET", "POST"])]))) as front:
+        with pytest.raises(Exception, match="404"):
+            pool_of(front.url + "/team-a/")
+    assert seen[0] == "/team-a/support_replay/v1/info"

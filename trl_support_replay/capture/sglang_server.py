@@ -1,0 +1,304 @@
+"""Supports from an SGLang server: its `/generate` with `return_sampling_mask`, for a trainer's `rollout_func`.
+
+SGLang (from the release with its pull request 27408 on) returns for each generated token the ids that its sampler
+could have drawn and the sampled token's log-prob among them:
+
+    meta_info["output_token_sampling_mask"]      [T] lists of ids, ragged
+    meta_info["output_token_sampling_logprobs"]  [T]
+
+The mask is the sampler's own, so it is exact, and top-p or min-p may be used without top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from ..collect import ROLLOUT_KEY
+from ..contract import UnreplayableSettingError, normalize_top_k
+from ..serving.pool import ServerPool, new_request_id
+from ..serving.protocol import GenerateRequest, MessageError, Sample
+from ..serving.transport import Retry, Transport
+from ..serving.weights import VersionedWeights
+from ..traces.support import SupportError, SupportRows
+from .recorder import SupportCaptureError
+
+_GENERATE = "/generate"
+_INFO = "/get_model_info"
+_UPDATE = "/update_weights_from_disk"
+# Names of ours that SGLang calls otherwise.
+_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
+_REFUSED = {
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "logit_bias": None,
+    "custom_params": None,
+    "json_schema": None,
+    "regex": None,
+    "ebnf": None,
+    "structural_tag": None,
+}
+_MAX_N = 256
+
+
+class SGLangServer:
+    """One SGLang server. See `trl_support_replay.serving.servers.Server` for attributes and methods.
+
+    Args:
+        transport: connections to it.
+        weights_dir: the folder of weights, as the server sees it; `None` when it loads none.
+    """
+
+    def __init__(self, transport: Transport, weights_dir: str | None):
+        self.url = transport.url
+        self.capture = "native"
+        self.info: dict[str, Any] = {
+            "dtype": None,
+            "logprobs_mode": None,
+            "max_n": _MAX_N,
+            "weight_reload": weights_dir is not None,
+            "versions": weights_dir is not None,
+        }
+        self._transport = transport
+        self._weights_dir = weights_dir
+
+    async def generate(self, request: GenerateRequest) -> list[Sample]:
+        """The samples of one request.
+
+        Raises:
+            UnreplayableSettingError: for sampling parameters under which the mask is not the whole story.
+            SupportCaptureError: when the answer lacks the mask, or the mask does not fit the tokens.
+        """
+        sampling = {_NAMES.get(name, name): value for name, value in request.sampling.items() if value is not None}
+        top_k = normalize_top_k(sampling.get("top_k"))
+        body = {
+            "rid": request.request_id,
+            "input_ids": request.prompt_ids.tolist(),
+            "sampling_params": {**sampling, "top_k": top_k or -1, "n": request.n},
+            # Without a mask the log-probs are those of the whole vocabulary.
+            "return_logprob": not request.support,
+            "return_sampling_mask": request.support,
+        }
+        if request.support:
+            _check_sampling(sampling)
+        return await self._transport.call(
+            "POST", _GENERATE, orjson.dumps(body), lambda answer: _read_answer(answer, request), signed=False
+        )
+
+    async def set_weights(self, version: str, reload: bool) -> None:
+        """Let the server load a version of the weights from the shared folder."""
+        if not reload or self._weights_dir is None:
+            raise RuntimeError(f"{self.url} was given no folder of weights, so it cannot load {version}.")
+        body = {"model_path": str(Path(self._weights_dir) / version), "weight_version": version, "flush_cache": True}
+        answer = await self._transport.call("POST", _UPDATE, orjson.dumps(body), _read_object, signed=False)
+        if answer.get("success") is not True:
+            raise RuntimeError(f"{self.url} did not load the weights {version}: {answer.get('message')}")
+
+
+class SGLangRollout:
+    """A `rollout_func` for `SupportReplayGRPOTrainer` that samples with SGLang servers.
+
+        rollout = SGLangRollout(["http://localhost:30000"], "/shared/weights")
+        trainer = SupportReplayGRPOTrainer(..., rollout_func=rollout)
+
+    The trainer's `temperature`, `top_p`, `top_k`, `min_p` and `max_completion_length` apply; `use_vllm` stays off. Each
+    process asks for its own prompts.
+
+    Args:
+        urls: base URLs of the servers.
+        weights_dir: folder that trainer and servers share under the same path. Before the first batch of each
+            optimizer step the policy's weights are written there and loaded by the servers. `None` leaves the weights
+            of the servers alone, for example for a single batch of rollouts.
+        sampling_params: further parameters of SGLang, for example `{"stop_token_ids": [2]}`.
+        api_key: sent as a bearer token.
+        retry, request_timeout: see `Transport`.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        weights_dir: str | None = None,
+        *,
+        sampling_params: Mapping[str, Any] | None = None,
+        api_key: str | None = None,
+        retry: Retry = Retry(),  # noqa: B008 - frozen
+        request_timeout: float = 1800.0,
+    ):
+        _check_sampling(sampling_params or {})
+        self._sampling_params = dict(sampling_params or {})
+        self._weights_dir = weights_dir
+
+        async def connect(transport: Transport) -> SGLangServer:
+            await transport.call("GET", _INFO, None, _read_object, signed=False)
+            return SGLangServer(transport, weights_dir)
+
+        self._pool = ServerPool(urls, api_key=api_key, retry=retry, request_timeout=request_timeout, connect=connect)
+        self._weights: VersionedWeights | None = None
+        self._loaded_step: int | None = None
+        self._version: str | None = None
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        """Completions of `prompts`, in the form that TRL expects from a `rollout_func`."""
+        if self._weights_dir is not None and trainer.state.global_step != self._loaded_step:
+            self._sync(trainer)
+        support = trainer.replays_support and trainer.model.training
+        prompt_ids = [_tokenize(prompt, trainer) for prompt in prompts]
+        requests = [
+            GenerateRequest(
+                request_id=new_request_id(),
+                prompt_ids=np.asarray(ids, dtype=np.int32),
+                sampling=self._sampling(trainer),
+                support=support,
+                weights_version=self._version,
+            )
+            for ids in prompt_ids
+        ]
+        samples = [sample for (sample,) in self._pool.generate(requests)]
+        output: dict[str, Any] = {
+            "prompt_ids": prompt_ids,
+            "completion_ids": [sample.token_ids.tolist() for sample in samples],
+            "logprobs": [sample.logprobs.tolist() for sample in samples],
+        }
+        if support:
+            output[ROLLOUT_KEY] = [sample.support for sample in samples]
+        return output
+
+    def _sampling(self, trainer: Any) -> dict[str, Any]:
+        if trainer.args.generation_kwargs:
+            raise UnreplayableSettingError(
+                "generation_kwargs",
+                trainer.args.generation_kwargs,
+                "they are for the trainer's own generation and do not reach SGLang",
+                "Give them to SGLangRollout as sampling_params, under SGLang's names",
+            )
+        settings = trainer.sampling_settings
+        return {
+            "temperature": settings.temperature,
+            "top_p": settings.top_p,
+            "top_k": settings.top_k,
+            "min_p": settings.min_p,
+            "max_tokens": trainer.args.max_completion_length,
+            **self._sampling_params,
+        }
+
+    def _sync(self, trainer: Any) -> None:
+        from accelerate.utils import broadcast_object_list, is_peft_model
+
+        accelerator = trainer.accelerator
+        if is_peft_model(accelerator.unwrap_model(trainer.model)):
+            raise NotImplementedError(
+                "SGLangRollout does not merge adapters. Sync the weights yourself: weights_dir=None."
+            )
+        if self._weights is None:
+            (run,) = broadcast_object_list([new_request_id()[:12]], from_process=0)
+            self._weights = VersionedWeights(self._weights_dir or "", run)
+        step = trainer.state.global_step
+        version = self._weights.name(step)
+        tensors = accelerator.get_state_dict(trainer.model)  # gathers, so all processes take part
+        error = None
+        if accelerator.is_main_process:
+            try:
+                self._weights.write(version, tensors.items())
+                self._pool.set_weights(version, reload=True)
+                self._weights.remove_before(version)
+            except Exception as caught:
+                error = caught
+        (text,) = broadcast_object_list([None if error is None else str(error)], from_process=0)
+        if text is not None:
+            raise RuntimeError(f"The weights did not reach the servers: {text}") from error
+        self._pool.forget_prefixes()
+        self._version, self._loaded_step = version, step
+
+
+def _check_sampling(sampling: Mapping[str, Any]) -> None:
+    for name, harmless in _REFUSED.items():
+        value = sampling.get(name)
+        if value is not None and value != harmless:
+            raise UnreplayableSettingError(
+                f"sampling_params[{name!r}]",
+                value,
+                "it changes the distribution in a way that the trainer does not repeat",
+                "Leave it out",
+            )
+
+
+def _tokenize(prompt: Any, trainer: Any) -> list[int]:
+    tokenizer = trainer.processing_class
+    if isinstance(prompt, str):
+        return list(tokenizer(prompt)["input_ids"])
+    return list(
+        tokenizer.apply_chat_template(
+            prompt,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            **(trainer.args.chat_template_kwargs or {}),
+        )["input_ids"]
+    )
+
+
+def _read_object(answer: bytes) -> dict[str, Any]:
+    try:
+        return dict(orjson.loads(answer))
+    except (orjson.JSONDecodeError, TypeError, ValueError) as error:
+        raise MessageError(f"Not a JSON object: {error}.") from None
+
+
+def _read_answer(answer: bytes, request: GenerateRequest) -> list[Sample]:
+    try:
+        outputs = orjson.loads(answer)
+        outputs = outputs if isinstance(outputs, list) else [outputs]
+        if len(outputs) != request.n:
+            raise MessageError(f"{len(outputs)} outputs for {request.n} samples.")
+        return [_read_output(output, request, i) for i, output in enumerate(outputs)]
+    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise MessageError(f"Not an answer of {_GENERATE}: {type(error).__name__}: {error}.") from error
+
+
+def _read_output(output: Mapping[str, Any], request: GenerateRequest, index: int) -> Sample:
+    where = f"SGLang request {request.request_id}, sample {index}"
+    meta = output["meta_info"]
+    reason = meta["finish_reason"]["type"]
+    if reason not in ("stop", "length"):
+        raise MessageError(f"The server ended the request early: {meta['finish_reason']}.")
+    version = meta.get("weight_version")
+    if request.weights_version is not None and version != request.weights_version:
+        raise RuntimeError(
+            f"{where} comes from the weights {version}, and {request.weights_version} is the policy's. The server was "
+            "restarted or synchronised by another run."
+        )
+    token_ids = np.asarray(output["output_ids"], dtype=np.int32)
+    rows = None
+    if request.support:
+        rows, logprobs = _read_mask(meta, token_ids, where)
+    else:
+        logprobs = np.asarray([entry[0] for entry in meta["output_token_logprobs"]], dtype=np.float32)
+    if len(logprobs) != len(token_ids) or not np.isfinite(logprobs).all():
+        raise SupportCaptureError(f"{where}: {len(logprobs)} log-probs, not all finite, for {len(token_ids)} tokens.")
+    return Sample(token_ids, logprobs, rows, None, 0, reason, 0, request.weights_version)
+
+
+def _read_mask(meta: Mapping[str, Any], token_ids: np.ndarray, where: str) -> tuple[SupportRows, np.ndarray]:
+    mask, logprobs = meta.get("output_token_sampling_mask"), meta.get("output_token_sampling_logprobs")
+    if mask is None or logprobs is None:
+        raise SupportCaptureError(
+            f"{where}: meta_info has no output_token_sampling_mask and output_token_sampling_logprobs. The server must "
+            "know return_sampling_mask, and a router in front must pass it on."
+        )
+    if meta.get("output_token_sampling_mask_truncated"):
+        raise SupportCaptureError(f"{where}: a support was cut short. Raise the server's --sampling-mask-max-tokens.")
+    if len(mask) != len(token_ids):
+        raise SupportCaptureError(f"{where}: {len(mask)} masks for {len(token_ids)} tokens.")
+    try:
+        rows = SupportRows.from_ragged(mask)
+        rows.validate(sampled_ids=token_ids)
+    except SupportError as error:
+        raise SupportCaptureError(f"{where}: {error}") from error
+    if (rows.sizes == 0).any():
+        raise SupportCaptureError(f"{where}: the mask of token {int(np.argmin(rows.sizes))} is empty.")
+    return rows, np.asarray(logprobs, dtype=np.float32)

@@ -1,0 +1,261 @@
+"""TRL's `vllm_mode="server"` with supports recorded: generation and weight sync over the packed endpoint."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+import numpy as np
+from accelerate.utils import broadcast_object_list
+from trl.generation.vllm_generation import VLLMGeneration
+
+from ..serving.pool import ServerPool, new_request_id
+from ..serving.protocol import GenerateRequest, Sample
+from ..serving.transport import Retry
+from ..serving.weights import VersionedWeights
+from .recorder import SupportRecorder
+
+logger = logging.getLogger(__name__)
+
+_LOCAL_HOSTS = frozenset({"0.0.0.0", "127.0.0.1", "localhost", "::1"})
+
+
+class WeightsMixError(RuntimeError):
+    """Samples of one generation batch come from different versions of the weights."""
+
+
+class SupportVLLMServerGeneration(VLLMGeneration):
+    """TRL's client of a vLLM server that also records the support of every sampled token.
+
+    Each process asks the servers for its own prompts and receives nothing else, so nothing passes between processes
+    for a generation, and processes may generate different numbers of times (as they do when tools are called).
+
+    Args:
+        recorder: returns the recorder of the current generation batch, or `None` when nothing is to be recorded
+            (evaluation).
+        support_capture: `"auto"`, or what the server must offer: `"native"` or `"logprobs"`.
+        policy_step: returns the policy's optimizer step, to know which weights the servers hold.
+        server_urls: base URLs of several servers; default: the one of TRL's own settings.
+        weight_sync: `"nccl"` (TRL's) or `"filesystem"`.
+        weight_sync_dir: the folder shared with the servers, for `"filesystem"`.
+        request_timeout: seconds that one request may take.
+
+    Attributes:
+        loaded_step: optimizer step of the weights last loaded into the servers; `None` before the first sync.
+        engine_dtype: the servers' data type; `None` when they do not say.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        recorder: Callable[[], SupportRecorder | None],
+        support_capture: str = "auto",
+        policy_step: Callable[[], int] = lambda: 0,
+        server_urls: Sequence[str] | None = None,
+        weight_sync: str = "nccl",
+        weight_sync_dir: str | None = None,
+        request_timeout: float = 1800.0,
+        **kwargs: Any,
+    ):
+        self._recorder = recorder
+        self._support_capture = support_capture
+        self._policy_step = policy_step
+        self._server_urls = server_urls
+        self._weight_sync = weight_sync
+        self._weight_sync_dir = weight_sync_dir
+        self._request_timeout = request_timeout
+        self.loaded_step: int | None = None
+        self._num_syncs = 0
+        self._version: str | None = None
+        super().__init__(*args, **kwargs)
+
+    def _init_vllm(self) -> None:
+        urls = self._urls()
+        if self._weight_sync == "nccl":
+            super()._init_vllm()
+        self._pool = ServerPool(
+            urls,
+            # As on the server, the environment keeps the key out of arguments and logs.
+            api_key=os.environ.get("VLLM_API_KEY"),
+            retry=Retry(give_up_after=self.server_timeout),
+            request_timeout=self._request_timeout,
+        )
+        self.engine_dtype: str | None = self._same("dtype")
+        self._max_n = min(server.info["max_n"] for server in self._pool.servers)
+        for server in self._pool.servers:
+            if self._support_capture not in ("auto", server.capture):
+                raise ValueError(
+                    f"support_capture={self._support_capture!r}, but {server.url} reports supports by its "
+                    f"{server.capture!r} capture. Set support_capture='auto', or start the server accordingly."
+                )
+            if self._weight_sync == "filesystem" and not server.info["weight_reload"]:
+                raise ValueError(
+                    f"weight_sync='filesystem', but {server.url} reloads no weights. Start it with "
+                    "`trl-support-replay vllm-serve --weights-dir DIR`, DIR being the folder of weight_sync_dir."
+                )
+        if self._weight_sync == "filesystem":
+            self.vllm_client: Any = _ServerFacts(self._same("logprobs_mode"))
+            (run,) = broadcast_object_list([secrets.token_hex(6)], from_process=0)
+            self._weights = VersionedWeights(self._weight_sync_dir or "", run)
+        self.accelerator.wait_for_everyone()
+        logger.info(
+            "Supports come from %s.", ", ".join(f"{server.url} ({server.capture})" for server in self._pool.servers)
+        )
+
+    def _urls(self) -> list[str]:
+        own = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
+        urls = list(self._server_urls or [own])
+        # TRL reaches servers from its main process only, so a local address means that process's machine.
+        if self.accelerator.process_index != self.accelerator.local_process_index:
+            urls = [_seen_from_other_nodes(url, os.environ.get("MASTER_ADDR")) for url in urls]
+        return urls
+
+    def _same(self, fact: str) -> Any:
+        found = {server.url: server.info[fact] for server in self._pool.servers}
+        if len(set(found.values())) > 1:
+            raise ValueError(f"The servers differ in {fact}: {found}. Start them alike.")
+        return next(iter(found.values()))
+
+    # ------------------------------------------------------------------------------------------------- generation
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        images: list[list | None] | None,
+        num_generations: int,
+        profiler: Any = None,
+    ) -> tuple:
+        """Generate one completion for each prompt; arguments and results as in TRL."""
+        if images is not None and any(images):
+            raise ValueError("Images do not travel over the packed endpoint. Set vllm_mode='colocate' for this model.")
+        recorder = self._recorder()
+        requests = [
+            GenerateRequest(
+                request_id=new_request_id(),
+                prompt_ids=np.asarray(prompt, dtype=np.int32),
+                n=count,
+                sampling=self._sampling(),
+                support=recorder is not None,
+                weights_version=self._version,
+            )
+            for prompt, count in _runs(prompts, self._max_n if num_generations > 1 else 1)
+        ]
+        with profiler or nullcontext():
+            samples = [sample for group in self._pool.generate(requests) for sample in group]
+        self._refuse_mix(samples)
+        completion_ids = [sample.token_ids.tolist() for sample in samples]
+        logprobs = [sample.logprobs.tolist() for sample in samples]
+        if recorder is not None:
+            logprobs = []
+            for ids, sample in zip(completion_ids, samples, strict=True):
+                assert sample.support is not None
+                logprobs.append(recorder.add(ids, sample.logprobs, sample.support, sample.repaired))
+        return (
+            prompts,
+            completion_ids,
+            [[[value] for value in values] for values in logprobs],
+            [[[token] for token in ids] for ids in completion_ids],
+        )
+
+    def _sampling(self) -> dict[str, Any]:
+        sampling = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": 0.0 if self.min_p is None else self.min_p,
+            "max_tokens": self.max_completion_length,
+        }
+        if self.repetition_penalty != 1.0:
+            sampling["repetition_penalty"] = self.repetition_penalty
+        return {**sampling, **self.generation_kwargs}
+
+    def _refuse_mix(self, samples: Sequence[Sample]) -> None:
+        versions = {sample.weights_version for sample in samples}
+        if len(versions) > 1 or (self._version is not None and versions - {self._version}):
+            raise WeightsMixError(
+                f"The samples of one batch come from the weights {sorted(map(str, versions))}; the policy's are "
+                f"{self._version}. A server was restarted or synchronised by another run."
+            )
+
+    # ------------------------------------------------------------------------------------------------ weight sync
+
+    def sync_weights(self) -> None:
+        self._num_syncs += 1
+        if self._weight_sync == "filesystem":
+            self._sync_over_filesystem()
+        else:
+            super().sync_weights()
+            self._label_weights()
+        self._pool.forget_prefixes()
+        self.loaded_step = self._policy_step()
+
+    def _sync_over_filesystem(self) -> None:
+        version = self._weights.name(self._num_syncs)
+        # Gathering a parameter takes all processes, so all walk through them to the end, whatever happens here.
+        parameters = self._iter_named_params()
+
+        def write_and_load() -> None:
+            try:
+                self._weights.write(version, parameters)
+            finally:
+                for _ in parameters:
+                    pass
+            self._pool.set_weights(version, reload=True)
+            self._weights.remove_before(version)
+
+        if not self.accelerator.is_main_process:
+            for _ in parameters:
+                pass
+        self._on_main(write_and_load)
+        self._version = version
+
+    def _label_weights(self) -> None:
+        # A stock server's weights have no version; the log-probs alone tell whether they are the policy's.
+        if all(server.info["versions"] for server in self._pool.servers):
+            version = f"nccl-{self._num_syncs:06d}"
+            self._on_main(lambda: self._pool.set_weights(version, reload=False))
+            self._version = version
+
+    def _on_main(self, work: Callable[[], None]) -> None:
+        """Run `work` on the main process and raise what it raises on all of them, so that none waits in vain."""
+        error = None
+        if self.accelerator.is_main_process:
+            try:
+                work()
+            except Exception as caught:
+                error = caught
+        (text,) = broadcast_object_list([None if error is None else str(error)], from_process=0)
+        if text is not None:
+            raise RuntimeError(f"The weights did not reach the servers: {text}") from error
+
+
+class _ServerFacts:
+    """The part of TRL's client that its trainer asks once, at construction."""
+
+    def __init__(self, logprobs_mode: str):
+        self._logprobs_mode = logprobs_mode
+
+    def get_server_info(self) -> dict[str, Any]:
+        return {"model_config": {"logprobs_mode": self._logprobs_mode}}
+
+
+def _runs(prompts: Sequence[list[int]], longest: int) -> Iterator[tuple[list[int], int]]:
+    """Neighbouring equal prompts as `(prompt, count)`, at most `longest` at a time."""
+    start = 0
+    for stop in range(1, len(prompts) + 1):
+        if stop == len(prompts) or prompts[stop] != prompts[start] or stop - start == longest:
+            yield prompts[start], stop - start
+            start = stop
+
+
+def _seen_from_other_nodes(url: str, main_address: str | None) -> str:
+    parts = urlsplit(url)
+    if parts.hostname not in _LOCAL_HOSTS or not main_address:
+        return url
+    port = f":{parts.port}" if parts.port else ""
+    return urlunsplit(parts._replace(netloc=f"{main_address}{port}"))

@@ -1,0 +1,206 @@
+"""All servers of a run, used from ordinary (not asynchronous) code."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+import uuid
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from .protocol import GenerateRequest, Sample
+from .servers import Server, connect_vllm
+from .transport import Retry, Transport
+
+T = TypeVar("T")
+
+# Prompts whose server is remembered; more than any generation batch has.
+_REMEMBERED = 65536
+
+
+class GenerationError(RuntimeError):
+    """A batch of requests could not be completed. `__cause__` says why.
+
+    Attributes:
+        completed: number of requests that were.
+        total: number of requests.
+    """
+
+    def __init__(self, cause: BaseException, completed: int, total: int):
+        super().__init__(f"{cause}\n{completed} of {total} requests of this batch were completed; none is used.")
+        self.completed = completed
+        self.total = total
+
+
+class ServerPool:
+    """Servers that hold the same weights.
+
+    Requests of a batch go out together. A prompt that continues an earlier one goes to the server that had it, whose
+    prefix cache holds it; a new prompt goes to the server with the least to do.
+
+    Args:
+        urls: base URLs.
+        api_key, request_timeout: see `Transport`.
+        retry: how long to try again; also how long a server may take to come up.
+        connect: makes a server of its connections; default: vLLM's.
+
+    Attributes:
+        servers: one for each URL, in order.
+
+    Raises:
+        ServerUnreachableError, ServerRefusalError: when one of them cannot be used.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        api_key: str | None = None,
+        retry: Retry = Retry(),  # noqa: B008 - frozen
+        request_timeout: float = 1800.0,
+        connect: Callable[[Transport], Awaitable[Server]] = connect_vllm,
+    ):
+        if not urls:
+            raise ValueError("No server URL was given.")
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="support-replay-client", daemon=True)
+        self._thread.start()
+        self._affinity = _Affinity(len(urls))
+        self._transports = [
+            Transport(url, api_key=api_key, retry=retry, request_timeout=request_timeout) for url in urls
+        ]
+        try:
+            self.servers: list[Server] = self._run(self._connect(connect))
+        except BaseException:
+            self.close()
+            raise
+
+    async def _connect(self, connect: Callable[[Transport], Awaitable[Server]]) -> list[Server]:
+        return list(await asyncio.gather(*map(connect, self._transports)))
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[list[Sample]]:
+        """The samples of each request, in the order of the requests.
+
+        Raises:
+            GenerationError: when one of them fails for good; the others are then cancelled.
+        """
+        return self._run(self._generate(requests))
+
+    async def _generate(self, requests: Sequence[GenerateRequest]) -> list[list[Sample]]:
+        tasks = [asyncio.ensure_future(self._generate_one(request)) for request in requests]
+        if not tasks:
+            return []
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            failures = [task.exception() for task in tasks if task.done() and task.exception()]
+            if failures:
+                completed = sum(task.done() and not task.exception() for task in tasks)
+                raise GenerationError(failures[0], completed, len(tasks)) from failures[0]  # type: ignore[arg-type]
+            return [task.result() for task in tasks]
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _generate_one(self, request: GenerateRequest) -> list[Sample]:
+        index = self._affinity.acquire(request.prompt_ids, request.n)
+        try:
+            return await self.servers[index].generate(request)
+        finally:
+            self._affinity.release(index, request.n)
+
+    def set_weights(self, version: str, reload: bool) -> None:
+        """Let every server load a version from the shared folder, or (`reload=False`) name the weights it has.
+
+        Raises:
+            ServerUnreachableError, ServerRefusalError: when one of them cannot.
+        """
+
+        async def set_all() -> None:
+            await asyncio.gather(*(server.set_weights(version, reload) for server in self.servers))
+
+        self._run(set_all())
+        self.forget_prefixes()
+
+    def forget_prefixes(self) -> None:
+        """New weights have emptied the servers' prefix caches, so prompts may go anywhere again."""
+        self._affinity.clear()
+
+    def close(self) -> None:
+        """Close the connections and end the client's thread."""
+
+        async def close_all() -> None:
+            await asyncio.gather(*(transport.close() for transport in self._transports))
+
+        self._run(close_all())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+
+def new_request_id() -> str:
+    """A name that no other request has."""
+    return uuid.uuid4().hex
+
+
+class _Affinity:
+    """Which server a prompt goes to."""
+
+    def __init__(self, num_servers: int):
+        self._load = [0] * num_servers
+        # Digest of a prompt -> its server; and how many remembered prompts have each length.
+        self._server_of: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
+        self._lengths: dict[int, int] = {}
+
+    def acquire(self, prompt_ids: np.ndarray, samples: int) -> int:
+        index = self._known(prompt_ids)
+        if index is None:
+            index = min(range(len(self._load)), key=self._load.__getitem__)
+        self._load[index] += samples
+        self._remember(prompt_ids, index)
+        return index
+
+    def release(self, index: int, samples: int) -> None:
+        self._load[index] -= samples
+
+    def clear(self) -> None:
+        self._server_of.clear()
+        self._lengths.clear()
+
+    def _known(self, prompt_ids: np.ndarray) -> int | None:
+        """Server of the longest remembered prompt that this one begins with."""
+        if len(self._load) == 1:
+            return 0
+        hasher, done, found = hashlib.blake2b(digest_size=16), 0, None
+        data = np.ascontiguousarray(prompt_ids, dtype=np.int32)
+        for length in sorted(n for n in self._lengths if n <= len(data)):
+            hasher.update(data[done:length].tobytes())
+            done = length
+            found = self._server_of.get(hasher.digest(), found)
+        return None if found is None else found[0]
+
+    def _remember(self, prompt_ids: np.ndarray, index: int) -> None:
+        if len(self._load) == 1:
+            return
+        data = np.ascontiguousarray(prompt_ids, dtype=np.int32)
+        key = hashlib.blake2b(data.tobytes(), digest_size=16).digest()
+        if key not in self._server_of:
+            self._lengths[len(data)] = self._lengths.get(len(data), 0) + 1
+        self._server_of[key] = (index, len(data))
+        self._server_of.move_to_end(key)
+        if len(self._server_of) > _REMEMBERED:
+            _, (_, length) = self._server_of.popitem(last=False)
+            self._lengths[length] -= 1
+            if not self._lengths[length]:
+                del self._lengths[length]

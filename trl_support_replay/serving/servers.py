@@ -1,0 +1,114 @@
+"""One class a kind of server: what each can be asked for, with the same two methods."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import orjson
+
+from . import protocol
+from .protocol import GenerateRequest, Sample
+from .transport import ServerRefusalError, Transport
+
+# A server that loses its weights again and again is not merely being restarted.
+_MAX_RELOADS = 3
+
+
+class Server(Protocol):
+    """A server that generates.
+
+    Attributes:
+        url: its base URL.
+        capture: `"native"` or `"logprobs"`: how it reports supports.
+        info: what it says of itself: at least `dtype` and `logprobs_mode` (`None` when it does not say), `max_n`,
+            `weight_reload` (can it load weights from a folder?) and `versions` (do its weights have names?).
+    """
+
+    url: str
+    capture: str
+    info: dict[str, Any]
+
+    async def generate(self, request: GenerateRequest) -> list[Sample]: ...
+
+    async def set_weights(self, version: str, reload: bool) -> None: ...
+
+
+class ReplayServer:
+    """A server with the packed endpoint.
+
+    Attributes: see `Server`.
+    """
+
+    def __init__(self, transport: Transport, info: dict[str, Any]):
+        self.url = transport.url
+        self.info = {**info, "versions": True}
+        self.capture: str = info["capture"]
+        self._transport = transport
+
+    async def generate(self, request: GenerateRequest) -> list[Sample]:
+        """The samples of one request.
+
+        A server that was restarted holds its first weights again. When it can reload them from the shared folder, it
+        is told to, and the request is sent again.
+        """
+        body = protocol.encode_request(request)
+        for _ in range(_MAX_RELOADS):
+            try:
+                return await self._generate(request, body)
+            except ServerRefusalError as refusal:
+                if refusal.code != "weights_version" or not self.info["weight_reload"]:
+                    raise
+                assert request.weights_version is not None
+                await self.set_weights(request.weights_version, reload=True)
+        return await self._generate(request, body)
+
+    async def _generate(self, request: GenerateRequest, body: bytes) -> list[Sample]:
+        return await self._transport.call(
+            "POST", protocol.GENERATE, body, lambda answer: protocol.decode_samples(answer, request)
+        )
+
+    async def set_weights(self, version: str, reload: bool) -> None:
+        """Let the server load a version from the shared folder, or (`reload=False`) name the weights that it has."""
+        path = protocol.RELOAD if reload else protocol.LABEL
+        held = await self._transport.call("POST", path, protocol.encode_version(version), protocol.decode_version)
+        if held != version:
+            raise RuntimeError(f"{self.url} answers that it holds the weights {held} instead of {version}.")
+
+
+def read_info(body: bytes) -> dict[str, Any]:
+    """What the endpoint says of itself.
+
+    Raises:
+        MessageError: for a body that is not a JSON object.
+        RuntimeError: for another version of the protocol.
+    """
+    try:
+        info = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise protocol.MessageError(f"The server's description is not JSON: {error}.") from None
+    if not isinstance(info, dict) or "version" not in info:
+        raise protocol.MessageError(f"The server describes itself as {body[:200]!r}.")
+    if info["version"] != protocol.VERSION:
+        raise RuntimeError(
+            f"The server speaks version {info['version']} of the packed protocol, and this client version "
+            f"{protocol.VERSION}. Install the same release of trl-support-replay on both sides."
+        )
+    return info
+
+
+async def connect_vllm(transport: Transport) -> Server:
+    """The server behind `transport`, once it is up: with the packed endpoint, or a stock vLLM server.
+
+    Raises:
+        ServerUnreachableError: when it does not come up.
+        ServerRefusalError: when it does not let us in, or is neither kind of server.
+    """
+    from .stock import connect_stock
+
+    try:
+        info = await transport.call("GET", protocol.INFO, None, read_info, signed=False)
+    except ServerRefusalError as refusal:
+        if refusal.status != 404:
+            raise
+        return await connect_stock(transport)
+    return ReplayServer(transport, info)
