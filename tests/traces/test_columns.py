@@ -1,0 +1,193 @@
+"""Traces as Arrow columns: equal both ways, without copies of the ids, and readable by plain `datasets`."""
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trl_support_replay.traces.columns import (
+    Trace,
+    TraceSchemaError,
+    table_to_traces,
+    trace_features,
+    trace_schema,
+    traces_to_table,
+)
+from trl_support_replay.traces.routes import RoutedExperts
+from trl_support_replay.traces.shards import ShardFolder
+from trl_support_replay.traces.support import SupportError, SupportRows
+
+ORIGIN = {
+    "model": "org/model",
+    "model_revision": "main",
+    "sampling": {"temperature": 1.0, "top_p": 0.9, "top_k": 20, "min_p": 0.0, "seed": 3},
+    "engine": {"name": "vllm", "version": "0.30.0"},
+}
+
+
+def make_trace(rng, routed=False, extra=None):
+    num_prompt, num_tokens = int(rng.integers(0, 5)), int(rng.integers(0, 8))
+    ids = rng.integers(0, 50, num_tokens).astype(np.int32)
+    mask = rng.random(num_tokens) < 0.8
+    rows = [
+        list(dict.fromkeys([int(t), *rng.integers(0, 50, int(rng.integers(0, 6))).tolist()])) if on else []
+        for t, on in zip(ids, mask, strict=True)
+    ]
+    logprobs = np.where(mask, -rng.random(num_tokens), np.nan).astype(np.float32)
+    routes = None
+    if routed:
+        total = num_prompt + num_tokens
+        experts = np.stack([[rng.permutation(300)[:2] for _ in range(3)] for _ in range(total)]) if total else None
+        experts = np.zeros((0, 3, 2), int) if experts is None else experts
+        routes = RoutedExperts(experts, num_experts=300, layers=(1, 2, 5), captured=rng.random(total) < 0.7)
+    prompt = rng.integers(0, 50, num_prompt).astype(np.int32)
+    return Trace(prompt, ids, mask, logprobs, SupportRows.from_ragged(rows), routes, extra or {})
+
+
+def assert_same(a, b):
+    for name in ("prompt_ids", "completion_ids", "loss_mask", "sampling_logprobs"):
+        np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
+        assert getattr(a, name).dtype == getattr(b, name).dtype
+    assert a.supports == b.supports and a.routes == b.routes and dict(a.extra) == dict(b.extra)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(0, 6), st.booleans())
+def test_tables_round_trip(seed, n, routed):
+    rng = np.random.default_rng(seed)
+    traces = [make_trace(rng, routed, {"reward": float(i), "answer": f"a{i}"}) for i in range(n)]
+    table = traces_to_table(traces, **ORIGIN)
+    back = table_to_traces(table)
+    assert len(back) == n
+    for a, b in zip(traces, back, strict=True):
+        assert_same(a, b)
+        b.check(vocab_size=50) if b.loss_mask.sum() == (b.supports.sizes > 0).sum() else None
+    if n:  # a slice of a table, and a table of several chunks
+        for a, b in zip(traces[n // 2 :], table_to_traces(table.slice(n // 2)), strict=True):
+            assert_same(a, b)
+        for a, b in zip(traces + traces, table_to_traces(pa.concat_tables([table, table])), strict=True):
+            assert_same(a, b)
+
+
+def test_ids_are_views_of_the_tables_buffers():
+    rng = np.random.default_rng(0)
+    table = traces_to_table([make_trace(rng) for _ in range(20)], **ORIGIN)
+    buffers = [b for name in ("support_ids", "completion_ids") for b in table[name].chunk(0).buffers() if b is not None]
+    for trace in table_to_traces(table):
+        for array in (trace.supports.token_ids, trace.completion_ids):
+            if len(array):
+                address = array.__array_interface__["data"][0]
+                assert any(b.address <= address < b.address + b.size for b in buffers)
+
+
+def test_plain_datasets_reads_shards_and_streams_them(tmp_path):
+    rng = np.random.default_rng(1)
+    traces = [make_trace(rng, routed=True) for _ in range(5)]
+    folder = ShardFolder(tmp_path / "traces")
+    folder.write(traces_to_table(traces[:2], **ORIGIN), 0)
+    folder.write(traces_to_table(traces[2:], **ORIGIN), 1)
+    files = str(tmp_path / "traces" / "*.parquet")
+    dataset = datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=str(tmp_path / "cache"))
+    assert dataset.features == trace_features(300)
+    assert dataset[3]["support_ids"] == traces[3].supports.to_lists()
+    streamed = list(datasets.load_dataset("parquet", data_files=files, split="train", streaming=True))
+    assert [row["completion_ids"] for row in streamed] == [t.completion_ids.tolist() for t in traces]
+    # And back, through datasets' own Arrow files.
+    dataset.save_to_disk(str(tmp_path / "saved"))
+    loaded = datasets.load_from_disk(str(tmp_path / "saved"))
+    for a, b in zip(traces, table_to_traces(loaded.data.table), strict=True):
+        assert_same(a, b)
+
+
+def drop_column(table):
+    return table.drop_columns(["support_ids"])
+
+
+def newer(table):
+    index = table.column_names.index("schema_version")
+    return table.set_column(index, "schema_version", pa.array([2] * len(table), pa.int32()))
+
+
+def null_row(table):
+    index = table.column_names.index("support_ids")
+    values = table["support_ids"].to_pylist()
+    return table.set_column(
+        index, "support_ids", pa.array([None, *values[1:]], trace_schema().field("support_ids").type)
+    )
+
+
+def null_id(table):
+    index = table.column_names.index("completion_ids")
+    return table.set_column(index, "completion_ids", pa.array([[None]] * len(table), pa.list_(pa.int32())))
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (drop_column, r"columns \['support_ids'\] are missing"),
+        (newer, "schema_version=2, this package reads up to 1"),
+        (null_row, "Row 0 has no support_ids"),
+        (null_id, "completion_ids holds an empty value"),
+    ],
+)
+def test_broken_tables_are_refused(edit, message):
+    table = traces_to_table([make_trace(np.random.default_rng(i)) for i in range(3)], **ORIGIN)
+    with pytest.raises(TraceSchemaError, match=message):
+        table_to_traces(edit(table))
+
+
+def good():
+    rows = SupportRows.from_ragged([[4, 5], [], [7]])
+    logprobs = np.array([-0.5, np.nan, 0.0], np.float32)
+    return [np.array([1], np.int32), np.array([4, 9, 7], np.int32), np.array([True, False, True]), logprobs, rows]
+
+
+@pytest.mark.parametrize(
+    ("index", "value", "message"),
+    [
+        (2, np.array([True]), "3 tokens, but 1 loss_mask"),
+        (3, np.array([0.5, np.nan, 0.0], np.float32), "token 0 has log-prob 0.5"),
+        (3, np.array([np.nan, np.nan, 0.0], np.float32), "token 0 has log-prob nan"),
+        (2, np.array([True, True, True]), "1 loss-bearing tokens have no support .first at token 1 of 3"),
+        (4, SupportRows.from_ragged([[3, 5], [], [7]]), "row 0|token 0"),
+        (4, SupportRows.from_ragged([[4, 99], [], [7]]), "99"),
+    ],
+)
+def test_check_names_what_is_wrong(index, value, message):
+    fields = good()
+    Trace(*fields).check(vocab_size=50)
+    fields[index] = value
+    with pytest.raises((TraceSchemaError, SupportError), match=message):
+        Trace(*fields).check("trace 5", vocab_size=50)
+
+
+def test_tables_do_not_mix():
+    rng = np.random.default_rng(0)
+    with pytest.raises(TraceSchemaError, match="1 of 2 traces have routes"):
+        traces_to_table([make_trace(rng), make_trace(rng, routed=True)], **ORIGIN)
+    with pytest.raises(TraceSchemaError, match="has the columns"):
+        traces_to_table([make_trace(rng, extra={"reward": 1.0}), make_trace(rng)], **ORIGIN)
+
+
+def test_shards_are_whole_or_absent(tmp_path, monkeypatch):
+    table = traces_to_table([make_trace(np.random.default_rng(0))], **ORIGIN)
+    folder = ShardFolder(tmp_path)
+    folder.write(table, 0)
+    folder.write(table, 7, part=1)
+    import trl_support_replay.traces.shards as shards
+
+    def torn(table, file, **kwargs):
+        file.write(b"PAR1 half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shards.pq, "write_table", torn)
+    with pytest.raises(KeyboardInterrupt):
+        folder.write(table, 8)
+    assert [p.name for p in folder.shards()] == ["traces-00000000-00000.parquet", "traces-00000007-00001.parquet"]
+    assert not list(tmp_path.glob(".*"))
+    assert folder.next_number() == 8
+    (tmp_path / ".traces-00000009-00000.parquet.1.partial").write_bytes(b"PAR1")
+    assert [p.name for p in folder.discard_from(5)] == ["traces-00000007-00001.parquet"]
+    assert not list(tmp_path.glob(".*")) and len(folder.shards()) == 1

@@ -1,0 +1,72 @@
+"""Traces on disk: a folder of Parquet shards, each of which is whole or absent."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+_NAME = re.compile(r"traces-(\d{8})-(\d{5})\.parquet")
+_PARTIAL = ".partial"
+
+
+class ShardFolder:
+    """A folder of traces, one Parquet file a generation batch and process.
+
+    A shard is written beside its place and moved there in one step, so that whatever kills the writer leaves only whole
+    shards. `datasets.load_dataset("parquet", data_files="<folder>/*.parquet")` reads them all.
+
+    Args:
+        path: the folder; made when missing.
+
+    Raises:
+        OSError: the folder cannot be made or written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = Path(path)
+        self.path.mkdir(parents=True, exist_ok=True)
+        probe = self.path / f".write-test-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+
+    def write(self, table: pa.Table, number: int, part: int = 0) -> Path:
+        """Write shard `number` of process `part`; one that was there is replaced."""
+        target = self.path / f"traces-{number:08d}-{part:05d}.parquet"
+        partial = target.with_name(f".{target.name}.{os.getpid()}{_PARTIAL}")
+        try:
+            with open(partial, "wb") as file:
+                pq.write_table(table, file, compression="zstd")
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, target)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+        return target
+
+    def discard_from(self, number: int, part: int | None = None) -> list[Path]:
+        """Remove shards from `number` on (a resumed run makes them anew), and what a killed writer left half done."""
+        removed = [path for n, p, path in self._shards() if n >= number and part in (None, p)]
+        for path in removed:
+            path.unlink(missing_ok=True)
+        for path in self.path.glob(f".traces-*{_PARTIAL}"):
+            path.unlink(missing_ok=True)
+        return removed
+
+    def shards(self) -> list[Path]:
+        """Paths of the whole shards, in order."""
+        return [path for _, _, path in sorted(self._shards())]
+
+    def next_number(self) -> int:
+        """One more than the number of the last shard."""
+        return max((number for number, _, _ in self._shards()), default=-1) + 1
+
+    def _shards(self) -> Iterator[tuple[int, int, Path]]:
+        for path in self.path.iterdir():
+            if match := _NAME.fullmatch(path.name):
+                yield int(match[1]), int(match[2]), path
