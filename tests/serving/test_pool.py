@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_support_replay.serving.pool import _Affinity, new_request_id
+from trl_support_replay.serving.pool import new_request_id
+from trl_support_replay.serving.prefixes import PrefixIndex
 from trl_support_replay.serving.transport import Transport
 
 from .fakes import FakeEngine, HTTPServer, serving
@@ -25,8 +29,6 @@ def test_a_batch_is_spread_and_comes_back_in_order(two_servers, pool_of):
     requests = [request(prompt=[i + 1]) for i in range(20)]
     for server in two_servers:
         server.engine.gate.clear()
-    import threading
-
     threading.Timer(0.3, lambda: [server.engine.gate.set() for server in two_servers]).start()
     for asked, samples in zip(requests, pool.generate(requests), strict=True):
         assert_foretold(samples, asked)
@@ -51,24 +53,40 @@ def test_a_conversation_stays_with_its_server(two_servers, pool_of):
 def test_new_weights_free_prompts_to_go_anywhere(two_servers, pool_of):
     pool = pool_of(*(server.url for server in two_servers))
     pool.generate([request(prompt=[1])])
+    two_servers[0].engine.gate.clear()
+    busy = threading.Thread(target=pool.generate, args=([request(prompt=[5])],))
+    busy.start()
+    while not two_servers[0].engine.running:
+        time.sleep(0.005)
     pool.forget_prefixes()
-    assert pool._affinity._server_of == {} and pool._affinity._lengths == {}
+    pool.generate([request(prompt=[1, 2])])
+    assert two_servers[1].engine.calls == [[1, 2]]
+    two_servers[0].engine.gate.set()
+    busy.join()
 
 
 @settings(deadline=None)
-@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=30), st.integers(2, 4))
-def test_the_longest_known_beginning_decides(prompts, num_servers):
-    affinity = _Affinity(num_servers)
-    known: dict[tuple, int] = {}
-    for prompt in prompts:
-        index = affinity.acquire(np.array(prompt), 1)
-        beginnings = [tuple(prompt[:length]) for length in range(len(prompt), 0, -1)]
-        expected = next((known[b] for b in beginnings if b in known), None)
-        assert expected is None or index == expected
-        known[tuple(prompt)] = index
-        affinity.release(index, 1)
-    assert sum(affinity._lengths.values()) == len(affinity._server_of) == len(known)
-    assert affinity._load == [0] * num_servers
+@given(
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=30),
+    st.integers(1, 40),
+)
+def test_the_longest_known_beginning_is_found(sequences, capacity):
+    index = PrefixIndex(capacity)
+    known: dict[tuple, int] = {}  # in order of use
+    for value, sequence in enumerate(sequences):
+        beginnings = [tuple(sequence[:length]) for length in range(len(sequence), 0, -1)]
+        expected = next((b for b in beginnings if b in known), None)
+        assert index.longest(np.array(sequence)) == (None if expected is None else known[expected])
+        if expected is not None:
+            known[expected] = known.pop(expected)
+        index.put(np.array(sequence), value)
+        known.pop(tuple(sequence), None)
+        known[tuple(sequence)] = value
+        if len(known) > capacity:
+            del known[next(iter(known))]
+        assert len(index) == len(known)
+    index.clear()
+    assert len(index) == 0 and index.longest(np.array(sequences[0])) is None
 
 
 def test_an_empty_batch_is_an_empty_answer(server, pool_of, engine):

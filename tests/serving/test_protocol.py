@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trl_support_replay.serving import protocol
-from trl_support_replay.serving.arrays import pack, unpack
 from trl_support_replay.serving.protocol import (
     GenerateRequest,
     MessageError,
@@ -22,6 +21,7 @@ from trl_support_replay.serving.protocol import (
     encode_samples,
 )
 from trl_support_replay.traces.support import SupportRows
+from trl_support_replay.traces.wire import pack, unpack
 
 
 def same(a, b):
@@ -118,7 +118,9 @@ def test_damaged_messages_raise_message_errors_and_nothing_else(exchange, data):
         decoded = decode_samples(bytes(body), request)
     except MessageError:
         return
-    # What is let through is a proper answer: its digest tells whether it is the one that was sent.
+    # What is let through is a proper answer, and the bytes are its only spelling: its digest tells whether it is the one
+    # that was sent.
+    assert encode_samples(request.request_id, decoded) == bytes(body)
     for sample in decoded:
         assert len(sample.token_ids) == len(sample.logprobs)
         if request.support:
@@ -178,6 +180,10 @@ def repacked(**changes):
         (altered(repaired=[0, "x"]), "repaired"),
         (altered(routes_start=1), "routes_start=1; 0 was asked for"),
         (altered(surprise=1), "surprise is not known"),
+        (orjson.dumps(dict(reversed(orjson.loads(encode_samples("r", ANSWER)).items()))), "come in another order"),
+        (encode_samples("r", ANSWER) + b" ", "in another spelling"),
+        (repacked(surprise=np.zeros(1, np.uint8)), "fields holds .*surprise; in this order, only"),
+        (repacked(lengths=np.array([2, 2], np.uint16)), "lengths is uint16, and its values fit uint8"),
         (altered(fields=[]), "fields="),
         (repacked(lengths=np.array([2], np.uint8)), "lengths has 1 entries for 2"),
         (repacked(lengths=np.array([2, 3], np.uint8)), "lengths add up to 5, and token_ids has 4"),

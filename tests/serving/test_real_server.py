@@ -12,6 +12,7 @@ from trl_support_replay.serving import protocol
 from trl_support_replay.serving.pool import GenerationError, new_request_id
 from trl_support_replay.serving.protocol import GenerateRequest
 from trl_support_replay.serving.stock import connect_stock
+from trl_support_replay.serving.transport import Retry
 from trl_support_replay.serving.weights import VersionedWeights
 
 TOLERANCE = 1e-4
@@ -23,9 +24,18 @@ def moe_model(tiny_moe_path):
     return AutoModelForCausalLM.from_pretrained(tiny_moe_path, dtype=torch.float32).eval()
 
 
+@pytest.fixture(scope="module")
+def first_weights(moe_server, moe_model):
+    VersionedWeights(moe_server.weights_dir, "first").write("first-000001", moe_model.named_parameters())
+    return "first-000001"
+
+
 @pytest.fixture
-def pool(moe_server, pool_of):
-    return pool_of(moe_server.url)
+def pool(moe_server, pool_of, first_weights):
+    """The server, with the model's own weights whatever other tests have loaded."""
+    pool = pool_of(moe_server.url)
+    pool.set_weights(first_weights, reload=True)
+    return pool
 
 
 def request(prompt, n=1, **kwargs):
@@ -124,7 +134,7 @@ def test_twenty_turns_transfer_each_route_once(pool):
     np.testing.assert_array_equal(np.concatenate(rows), whole.routes[:known])
 
 
-def test_reloaded_weights_are_the_ones_that_generate(pool, moe_server, moe_model, tiny_moe_path):
+def test_reloaded_weights_are_the_ones_that_generate(pool, pool_of, moe_server, moe_model, tiny_moe_path):
     changed = AutoModelForCausalLM.from_pretrained(tiny_moe_path, dtype=torch.float32).eval()
     with torch.no_grad():
         for parameter in changed.parameters():
@@ -144,7 +154,8 @@ def test_reloaded_weights_are_the_ones_that_generate(pool, moe_server, moe_model
             gaps.append(np.abs(replayed(other, prompt, sample) - sample.logprobs).max())
         assert max(gaps) > 100 * TOLERANCE, "the two versions must differ for this to mean anything"
     with pytest.raises(GenerationError, match="There is no version real-000009"):
-        pool.generate([request(PROMPTS[0], weights_version="real-000009")])
+        impatient = pool_of(moe_server.url, retry=Retry(give_up_after=0.2, first_delay=0.05))
+        impatient.generate([request(PROMPTS[0], weights_version="real-000009")])
 
 
 def test_ordinary_requests_are_served_as_ever(moe_server):
@@ -154,7 +165,7 @@ def test_ordinary_requests_are_served_as_ever(moe_server):
     assert protocol.DIGEST_HEADER not in httpx.get(moe_server.url + "/v1/models", trust_env=False).headers
 
 
-def test_a_server_without_the_endpoint_gives_supports_by_its_logprobs(moe_server, moe_model, pool_of):
+def test_a_server_without_the_endpoint_gives_supports_by_its_logprobs(moe_server, moe_model, pool, pool_of):
     pool = pool_of(moe_server.url, connect=connect_stock)
     (server,) = pool.servers
     assert server.capture == "logprobs" and not server.info["versions"]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..capture.recorder import SupportCaptureError
-from ..capture.vllm_outputs import TIE_SLACK, read_flat_logprobs, read_sampling_mask
+from ..capture.vllm_outputs import TIE_SLACK, read_flat_logprobs, read_sampled_logprobs, read_sampling_mask
 from ..contract import SamplingSettings, UnreplayableSettingError, check_contract
 from .errors import Refusal
 from .gate import WeightsGate
@@ -100,7 +100,7 @@ class Generator:
         trailing = bool(request.sampling.get("stop"))
         rows, repaired = None, 0
         if top_k is None:
-            logprobs = _sampled_logprobs(completion, name)
+            logprobs, _, _ = read_sampled_logprobs(completion, name)
         elif self._native:
             logprobs, rows, repaired = read_sampling_mask(completion, name, trailing=trailing)
         else:
@@ -251,14 +251,6 @@ class Generator:
             return SamplingParams(n=request.n, output_kind=RequestOutputKind.FINAL_ONLY, **kwargs)
         except _request_errors() as error:
             raise Refusal(400, "invalid_setting", str(error)) from error
-
-
-def _sampled_logprobs(completion: Any, name: str) -> np.ndarray:
-    ids, entries = completion.token_ids, completion.logprobs
-    if entries is None or len(entries) < len(ids):
-        found = 0 if entries is None else len(entries)
-        raise SupportCaptureError(f"{name}: {found} log-prob positions for {len(ids)} tokens.")
-    return np.asarray([entries[i][int(token)].logprob for i, token in enumerate(ids)], dtype=np.float64)
 
 
 def _check_bound(name: str, value: Any, low: int, high: int) -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import threading
 import uuid
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
+from .prefixes import PrefixIndex
 from .protocol import GenerateRequest, Sample
 from .servers import Server, connect_vllm
 from .transport import Retry, Transport
@@ -159,48 +158,21 @@ class _Affinity:
 
     def __init__(self, num_servers: int):
         self._load = [0] * num_servers
-        # Digest of a prompt -> its server; and how many remembered prompts have each length.
-        self._server_of: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
-        self._lengths: dict[int, int] = {}
+        self._server_of: PrefixIndex[int] = PrefixIndex(_REMEMBERED)
 
     def acquire(self, prompt_ids: np.ndarray, samples: int) -> int:
-        index = self._known(prompt_ids)
+        if len(self._load) == 1:
+            return 0
+        index = self._server_of.longest(prompt_ids)
         if index is None:
             index = min(range(len(self._load)), key=self._load.__getitem__)
         self._load[index] += samples
-        self._remember(prompt_ids, index)
+        self._server_of.put(prompt_ids, index)
         return index
 
     def release(self, index: int, samples: int) -> None:
-        self._load[index] -= samples
+        if len(self._load) > 1:
+            self._load[index] -= samples
 
     def clear(self) -> None:
         self._server_of.clear()
-        self._lengths.clear()
-
-    def _known(self, prompt_ids: np.ndarray) -> int | None:
-        """Server of the longest remembered prompt that this one begins with."""
-        if len(self._load) == 1:
-            return 0
-        hasher, done, found = hashlib.blake2b(digest_size=16), 0, None
-        data = np.ascontiguousarray(prompt_ids, dtype=np.int32)
-        for length in sorted(n for n in self._lengths if n <= len(data)):
-            hasher.update(data[done:length].tobytes())
-            done = length
-            found = self._server_of.get(hasher.digest(), found)
-        return None if found is None else found[0]
-
-    def _remember(self, prompt_ids: np.ndarray, index: int) -> None:
-        if len(self._load) == 1:
-            return
-        data = np.ascontiguousarray(prompt_ids, dtype=np.int32)
-        key = hashlib.blake2b(data.tobytes(), digest_size=16).digest()
-        if key not in self._server_of:
-            self._lengths[len(data)] = self._lengths.get(len(data), 0) + 1
-        self._server_of[key] = (index, len(data))
-        self._server_of.move_to_end(key)
-        if len(self._server_of) > _REMEMBERED:
-            _, (_, length) = self._server_of.popitem(last=False)
-            self._lengths[length] -= 1
-            if not self._lengths[length]:
-                del self._lengths[length]

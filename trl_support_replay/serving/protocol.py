@@ -1,7 +1,7 @@
 """What client and server say to each other: paths, requests, samples and errors, and their bytes.
 
-A message is one JSON object. Everything with an entry per token is a packed array (`arrays`); the rest are plain
-JSON values. Rows of a support travel with their ids in ascending order, which makes "no id twice" cheap to check. A
+A message is one JSON object. Everything with an entry per token is a packed array (`traces.wire`); the rest are plain
+JSON values. A message has one spelling: what is accepted encodes to the bytes that came in. Rows of a support travel with their ids in ascending order, which makes "no id twice" cheap to check. A
 header carries the SHA-256 of the message, so one that was cut short or altered on the way is recognised, whatever
 content coding it travelled in.
 """
@@ -17,7 +17,7 @@ import numpy as np
 import orjson
 
 from ..traces.support import SupportError, SupportRows
-from .arrays import pack, smallest, unpack
+from ..traces.wire import WireError, dumps, loads, pack, smallest, unpack
 
 VERSION = 1
 PREFIX = "/support_replay/v1"
@@ -131,7 +131,7 @@ def encode_request(request: GenerateRequest) -> bytes:
         "weights_version": request.weights_version,
         "fields": pack({"prompt_ids": smallest(request.prompt_ids)}),
     }
-    return orjson.dumps(message)
+    return dumps(message)
 
 
 _REQUEST_KEYS: dict[str, tuple[type, ...]] = {
@@ -153,7 +153,9 @@ def decode_request(body: bytes) -> GenerateRequest:
         MessageError: naming the key that is missing, unknown or of the wrong type.
     """
     message = _message(body, _REQUEST_KEYS)
-    prompt_ids = _fields(message, {"prompt_ids": ("iu", 1)})["prompt_ids"]
+    fields = _fields(message, {"prompt_ids": ("iu", 1)})
+    _check_types(fields)
+    prompt_ids = fields["prompt_ids"]
     if len(prompt_ids) == 0:
         raise MessageError("prompt_ids is empty: there is nothing to continue.")
     return GenerateRequest(prompt_ids=prompt_ids.astype(np.int32), **_without(message, "version", "fields"))
@@ -183,7 +185,7 @@ def encode_samples(request_id: str, samples: Sequence[Sample]) -> bytes:
         "routes_start": samples[0].routes_start,
         "fields": pack(packed),
     }
-    return orjson.dumps(message)
+    return dumps(message)
 
 
 _SAMPLES_KEYS: dict[str, tuple[type, ...]] = {
@@ -236,6 +238,7 @@ def decode_samples(body: bytes, request: GenerateRequest) -> list[Sample]:
         if message["routes_start"] != request.routes_start:
             raise MessageError(f"routes_start={message['routes_start']}; {request.routes_start} was asked for.")
         route_ends = _ends(fields, "route_rows", "routes", request.n)
+    _check_types(fields)
     samples = []
     for i in range(request.n):
         tokens = slice(ends[i], ends[i + 1])
@@ -264,7 +267,7 @@ def decode_samples(body: bytes, request: GenerateRequest) -> list[Sample]:
 
 def encode_version(version: str) -> bytes:
     """The body that names a version of the weights, for `RELOAD` and `LABEL`."""
-    return orjson.dumps({"version": VERSION, "weights_version": version})
+    return dumps({"version": VERSION, "weights_version": version})
 
 
 def decode_version(body: bytes) -> str:
@@ -278,7 +281,7 @@ def decode_version(body: bytes) -> str:
 
 def encode_error(code: str, text: str, **details: Any) -> bytes:
     """The body of an answer that is an error; `code` is what a client acts on."""
-    return orjson.dumps({"error": {"code": code, "message": text, **details}})
+    return dumps({"error": {"code": code, "message": text, **details}})
 
 
 def decode_error(body: bytes) -> dict[str, Any]:
@@ -330,9 +333,9 @@ def _ends(fields: Mapping[str, np.ndarray], sizes: str, values: str, count: int)
 
 def _message(body: bytes, keys: Mapping[str, tuple[type, ...]]) -> dict[str, Any]:
     try:
-        message = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise MessageError(f"The body is not JSON: {error}.") from None
+        message = loads(body)
+    except WireError as error:
+        raise MessageError(str(error)) from None
     if not isinstance(message, dict):
         raise MessageError(f"The body is a JSON {type(message).__name__}, not an object.")
     if message.get("version") != VERSION:
@@ -346,6 +349,8 @@ def _message(body: bytes, keys: Mapping[str, tuple[type, ...]]) -> dict[str, Any
     unknown = sorted(message.keys() - keys.keys())
     if unknown:
         raise MessageError(f"{', '.join(unknown)} is not known here. Known: {', '.join(keys)}.")
+    if list(message) != list(keys):
+        raise MessageError(f"The keys {', '.join(message)} come in another order than {', '.join(keys)}.")
     return message
 
 
@@ -359,7 +364,16 @@ def _fields(message: Mapping[str, Any], wanted: Mapping[str, tuple[str, int]]) -
             raise MessageError(f"fields has no {name}; it has {', '.join(fields)}.")
         if fields[name].dtype.kind not in kinds or fields[name].ndim != ndim:
             raise MessageError(f"{name} is {fields[name].dtype} of shape {fields[name].shape}.")
+    if list(fields) != list(wanted):
+        raise MessageError(f"fields holds {', '.join(fields)}; in this order, only {', '.join(wanted)} were asked for.")
     return fields
+
+
+def _check_types(fields: Mapping[str, np.ndarray]) -> None:
+    """Integers come in the smallest type that holds them, and in no other."""
+    for name, array in fields.items():
+        if array.dtype.kind in "iu" and array.dtype != smallest(array).dtype:
+            raise MessageError(f"{name} is {array.dtype}, and its values fit {smallest(array).dtype}.")
 
 
 def _without(message: Mapping[str, Any], *names: str) -> dict[str, Any]:

@@ -1,0 +1,191 @@
+"""The trainer in server mode: on one process against a real server, and on two with faults in between."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from trl_support_replay.replay_check import ReplayGapError
+
+from .fakes import FakeEngine, HTTPServer, serving
+from .faulty_proxy import Fault, FaultyProxy
+from .vllm_process import VLLMServe
+
+SERVER = {"use_vllm": True, "vllm_mode": "server", "weight_sync": "filesystem", "vllm_server_timeout": 60.0}
+
+
+def server_settings(server):
+    return SERVER | {"vllm_server_base_url": server.url, "weight_sync_dir": str(server.weights_dir)}
+
+
+def steps(trainer):
+    return [entry for entry in trainer.state.log_history if "support/logprob_gap_max" in entry]
+
+
+def test_training_follows_the_servers_weights(build, moe_server, tiny_moe_path):
+    settings = server_settings(moe_server)
+    trainer = build(tiny_moe_path, max_steps=3, top_k=20, top_p=0.9, temperature=0.8, **settings)
+    before = set(moe_server.weights_dir.iterdir())
+    trainer.train()
+    log = steps(trainer)
+    assert len(log) == 3 and all(entry["support/logprob_gap_max"] < 1e-4 for entry in log)
+    assert all(entry["sampling/importance_sampling_ratio_raw/mean"] == pytest.approx(1, abs=1e-3) for entry in log)
+    assert any(entry["support/size_mean"] > 2 for entry in log) and any(entry["grad_norm"] > 0 for entry in log)
+    (version,) = {path.name for path in moe_server.weights_dir.iterdir()} - {path.name for path in before}
+    assert version.endswith("-000003"), "one version a step, and only the last is kept"
+
+
+def test_evaluation_asks_for_nothing_beside_its_tokens(build, moe_server, tiny_moe_path):
+    from ..trainer.conftest import sums
+
+    trainer = build(
+        tiny_moe_path,
+        max_steps=2,
+        top_k=20,
+        eval_strategy="steps",
+        eval_steps=1,
+        eval_dataset=sums(4),
+        per_device_eval_batch_size=4,
+        **server_settings(moe_server),
+    )
+    asked = []
+    generate = trainer.vllm_generation._pool.generate
+    trainer.vllm_generation._pool.generate = lambda requests: asked.extend(requests) or generate(requests)
+    trainer.train()
+    assert len(steps(trainer)) == 2 and sum("eval_reward" in entry for entry in trainer.state.log_history) == 2
+    assert {(request.support, request.n) for request in asked} == {(True, 4), (False, 4)}
+
+
+def test_a_skipped_sync_is_noticed(build, moe_server, tiny_moe_path):
+    trainer = build(tiny_moe_path, max_steps=3, top_k=20, learning_rate=1e-2, **server_settings(moe_server))
+    generation = trainer.vllm_generation
+    sync, done = generation.sync_weights, []
+
+    def sync_once():
+        if not done:
+            sync()
+        done.append(None)
+
+    generation.sync_weights = sync_once
+    with pytest.raises(ReplayGapError, match="holds the weights of step 0 while the policy is at step 1"):
+        trainer.train()
+
+
+def test_samples_of_other_weights_stop_the_run(build, moe_server, tiny_moe_path, pool_of):
+    """Another run that synchronises the same server."""
+    other = pool_of(moe_server.url)
+    trainer = build(tiny_moe_path, max_steps=2, top_k=20, **server_settings(moe_server))
+    sync = trainer.vllm_generation.sync_weights
+
+    def sync_and_interfere():
+        sync()
+        other.set_weights("of-another-run", reload=False)
+
+    trainer.vllm_generation.sync_weights = sync_and_interfere
+    trainer.train()  # the request says which weights it wants, so the server loads them again
+    assert all(entry["support/logprob_gap_max"] < 1e-4 for entry in steps(trainer))
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"support_capture": "native"}, "support_capture='native', but http"),
+        ({}, "vllm-serve --weights-dir"),
+    ],
+)
+def test_servers_that_do_not_fit_are_refused_at_construction(build, tiny_model_path, tmp_path, settings, says):
+    with serving(HTTPServer(FakeEngine())) as server:
+        settings = {**SERVER, "vllm_server_base_url": server.url, "weight_sync_dir": str(tmp_path), **settings}
+        with pytest.raises(ValueError, match=says):
+            build(tiny_model_path, top_k=20, **settings)
+
+
+def launch(processes, script, config, log):
+    """`accelerate launch` of a script on CPU processes."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_machines", "1"]
+    command += ["--mixed_precision", "no", "--dynamo_backend", "no", "--num_processes", str(processes)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return subprocess.Popen(
+        [*command, str(script), json.dumps(config)], env=environment, stdout=log, stderr=subprocess.STDOUT
+    )
+
+
+def train_two_ranks(tmp_path, url, weights_dir, model, num_steps, disturb=lambda: None):
+    config = {
+        "model": str(model),
+        "steps": num_steps,
+        "out": str(tmp_path),
+        "settings": {
+            **SERVER,
+            "vllm_server_base_url": url,
+            "weight_sync_dir": str(weights_dir),
+            "vllm_server_timeout": 180.0,
+        },
+    }
+    with open(tmp_path / "log", "w") as log:
+        process = launch(2, Path(__file__).parent / "train_worker.py", config, log)
+        disturber = threading.Thread(target=disturb, daemon=True)
+        disturber.start()
+        code = process.wait(timeout=540)
+    assert code == 0, (tmp_path / "log").read_text()[-6000:]
+    return [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+def check_two_ranks(ranks, num_steps):
+    for rank in ranks:
+        assert len(rank["steps"]) == num_steps
+        assert max(rank["gaps"]) <= 1e-4, rank["gaps"]
+        versions = rank["versions"]
+        assert [version.rsplit("-")[-1] for version in versions] == [f"{i + 1:06d}" for i in range(num_steps)]
+    assert ranks[0]["versions"] == ranks[1]["versions"]
+    assert not set(ranks[0]["tokens"]) & set(ranks[1]["tokens"]), "each rank has samples of its own"
+    for entry in ranks[0]["steps"]:
+        assert entry["support/logprob_gap_max"] <= 1e-4
+        for name in ("mean", "min", "max"):
+            assert entry[f"sampling/importance_sampling_ratio_raw/{name}"] == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.slow
+def test_two_ranks_train_against_one_server(smollm2_path, tmp_path):
+    with VLLMServe(smollm2_path, weights_dir=tmp_path, flags=["--max-model-len", "512"]) as server:
+        (tmp_path / "out").mkdir()
+        ranks = train_two_ranks(tmp_path / "out", server.url, tmp_path, smollm2_path, num_steps=10)
+    check_two_ranks(ranks, num_steps=10)
+
+
+@pytest.mark.slow
+def test_two_ranks_train_on_through_faults_and_a_killed_server(smollm2_path, tmp_path):
+    rng = random.Random(0)
+    kinds = ["drop_request", "drop_response", "truncate", "flip", "flip_request", "status", "delay"]
+
+    def faults():
+        for i in itertools.count():
+            yield Fault(rng.choice(kinds), rng.random(), seconds=1.0) if i % 3 == 2 else None
+
+    with VLLMServe(smollm2_path, weights_dir=tmp_path, flags=["--max-model-len", "512"]) as server:
+        proxy = FaultyProxy(server.port, faults())
+        (tmp_path / "out").mkdir()
+        restarts = []
+
+        def restart():
+            while proxy.exchanges < 12:
+                time.sleep(0.1)
+            time.sleep(0.5)
+            server.kill()
+            time.sleep(1)
+            server.start(wait=False)
+            restarts.append(proxy.exchanges)
+
+        ranks = train_two_ranks(tmp_path / "out", proxy.url, tmp_path, smollm2_path, num_steps=6, disturb=restart)
+        proxy.stop()
+    assert restarts, "the run was over before the server could be killed"
+    check_two_ranks(ranks, num_steps=6)
