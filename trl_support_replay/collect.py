@@ -9,11 +9,15 @@ from typing import Any
 import numpy as np
 
 from .capture.recorder import SupportRecorder
-from .replay_head import SampleSupport
+from .traces.columns import Trace
+from .traces.routes import RoutedExperts
 from .traces.support import SupportError, SupportRows
 
 ROLLOUT_KEY = "support_ids"
 """Key under which a `rollout_func` returns supports: for each completion, one list of ids (or an empty one) a token."""
+
+ROUTES_KEY = "routed_experts"
+"""Key under which a `rollout_func` returns routes: for each completion, `RoutedExperts` of all its tokens."""
 
 
 @dataclass
@@ -21,13 +25,13 @@ class Collected:
     """Completions with their supports.
 
     Attributes:
-        samples: one `SampleSupport` a completion.
+        samples: one `Trace` a completion.
         tool_mask: the rollout's mask of sampled tokens (1) and observations (0), or `None` when all were sampled.
         logprobs: the recorded log-probs; NaN for a synthetic end of sequence.
         num_synthetic: how many completions end in a token that nobody sampled.
     """
 
-    samples: list[SampleSupport] = field(default_factory=list)
+    samples: list[Trace] = field(default_factory=list)
     tool_mask: list[list[int]] | None = None
     logprobs: list[list[float]] = field(default_factory=list)
     num_synthetic: int = 0
@@ -40,6 +44,7 @@ def collect_samples(
     tool_mask: Sequence[Sequence[int]] | None,
     logprobs: Sequence[Sequence[float]],
     given: Sequence[Any] | None,
+    given_routes: Sequence[RoutedExperts] | None = None,
     *,
     vocab_size: int,
     eos_token_ids: Collection[int],
@@ -56,6 +61,7 @@ def collect_samples(
         tool_mask: 1 for sampled tokens and 0 for observations; `None` when all were sampled.
         logprobs: the completions' log-probs, as the rollout passed them on.
         given: supports that a custom rollout returned itself under `ROLLOUT_KEY`; `None` when it did not.
+        given_routes: `P + T` routes of each completion that a custom rollout returned under `ROUTES_KEY`, or `None`.
         vocab_size: number of rows of the LM head.
         eos_token_ids: ids that may stand at the end without having been sampled.
         synthetic_eos: `"full_vocab"`, `"mask"` or `"error"`.
@@ -111,9 +117,10 @@ def collect_samples(
                 mask[-1] = False
         if leave_out[b]:
             mask = np.zeros_like(mask)
-        num_prompt = len(prompt_ids[b])
-        routes = recorder.routes_of(indices, num_prompt, where)
-        collected.samples.append(SampleSupport(token_ids, rows, mask, num_prompt, routes))
+        prompt = np.asarray(prompt_ids[b], dtype=np.int32)
+        routes = recorder.routes_of(indices, len(prompt), where) if given_routes is None else given_routes[b]
+        recorded = np.where(rows.sizes > 0, values, np.nan).astype(np.float32)
+        collected.samples.append(Trace(prompt, token_ids.astype(np.int32), mask, recorded, rows, routes))
         collected.logprobs.append(values)
     return collected
 

@@ -91,6 +91,14 @@ class SupportReplayGRPOConfig(GRPOConfig):
             "choices": list(_CHOICES["kl_scope"]),
         },
     )
+    save_traces: str | None = field(
+        default=None,
+        metadata={
+            "help": "Folder for the traces of every generation batch: one Parquet shard a batch and process, with "
+            "tokens, supports, log-probs, routes, rewards and the dataset's columns. Train on them again by giving "
+            "them as train_dataset."
+        },
+    )
     routed_experts_replay: bool = field(
         default=False,
         metadata={

@@ -19,27 +19,8 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from .scoring import SupportCSR, lm_head_from_model, score_support
-from .traces.routes import RoutedExperts
+from .traces.columns import Trace
 from .traces.support import SupportRows
-
-
-@dataclass(frozen=True)
-class SampleSupport:
-    """What was recorded of one completion of `T` tokens.
-
-    Attributes:
-        token_ids: `[T]` int64, the completion.
-        rows: `T` supports; empty for observation tokens and for a synthetic end of sequence.
-        loss_mask: `[T]` bool, the tokens that the loss is over.
-        prompt_length: `P`, number of prompt tokens.
-        routes: `P + T` routes of prompt and completion, when they are replayed.
-    """
-
-    token_ids: np.ndarray
-    rows: SupportRows
-    loss_mask: np.ndarray
-    prompt_length: int = 0
-    routes: RoutedExperts | None = None
 
 
 @dataclass
@@ -71,7 +52,7 @@ class ReplayBatch:
     @classmethod
     def build(
         cls,
-        samples: Sequence[SampleSupport],
+        samples: Sequence[Trace],
         shape: tuple[int, int],
         completion_length: int,
         device: torch.device,
@@ -91,18 +72,18 @@ class ReplayBatch:
             raise ValueError(f"{len(samples)} recorded samples for a batch of {num_samples} rows.")
         positions, sampled, rows = [], [], []
         for b, sample in enumerate(samples):
-            if len(sample.token_ids) > completion_length:
-                raise ValueError(f"Sample {b} has {len(sample.token_ids)} tokens in {completion_length} columns.")
+            if len(sample.completion_ids) > completion_length:
+                raise ValueError(f"Sample {b} has {len(sample.completion_ids)} tokens in {completion_length} columns.")
             scored = np.flatnonzero(sample.loss_mask)
             # The token in column c is predicted at column c - 1.
             positions.append(b * (length - 1) + (length - completion_length) - 1 + scored)
-            sampled.append(sample.token_ids[scored])
-            rows.append(sample.rows[scored])
+            sampled.append(sample.completion_ids[scored])
+            rows.append(sample.supports[scored])
         supports = SupportRows.concatenate(rows)
         return cls(
             shape=shape,
             positions=torch.from_numpy(np.concatenate(positions)).to(device, non_blocking=True),
-            sampled_ids=torch.from_numpy(np.concatenate(sampled)).to(device, non_blocking=True),
+            sampled_ids=torch.from_numpy(np.concatenate(sampled).astype(np.int64)).to(device, non_blocking=True),
             support=SupportCSR.from_numpy(supports.token_ids, supports.offsets, device=device),
             **scores,
         )
@@ -203,7 +184,7 @@ def _load_balancing_loss(config: Any, backbone: Any, kwargs: dict[str, Any]) -> 
 class ReplayCaller:
     """Stands in for the model while TRL scores a batch in chunks, and tells each call which supports are its own."""
 
-    def __init__(self, model: Any, samples: list[SampleSupport], completion_length: int, **scores: Any):
+    def __init__(self, model: Any, samples: list[Trace], completion_length: int, **scores: Any):
         self._model = model
         self._samples = samples
         self._completion_length = completion_length
@@ -238,9 +219,9 @@ class ReplayCaller:
         }
 
 
-def recorded_mask(samples: list[SampleSupport], shape: tuple[int, int]) -> torch.Tensor:
+def recorded_mask(samples: list[Trace], shape: tuple[int, int]) -> torch.Tensor:
     """`[B, T]` bool: loss-bearing tokens with a recorded support."""
     mask = np.zeros(tuple(shape), dtype=bool)
     for b, sample in enumerate(samples):
-        mask[b, : len(sample.loss_mask)] = sample.loss_mask & (sample.rows.sizes > 0)
+        mask[b, : len(sample.loss_mask)] = sample.loss_mask & (sample.supports.sizes > 0)
     return torch.from_numpy(mask)

@@ -6,16 +6,14 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from .replay_head import SampleSupport
 from .routing import RouteMetrics
+from .traces.columns import Trace
 
 GatherRow = Callable[[list[float]], np.ndarray]
 """Gathers a list of `n` numbers from every process into `[processes, n]`."""
 
 
-def support_metrics(
-    samples: Sequence[SampleSupport], repaired: int, num_synthetic: int, gather: GatherRow
-) -> dict[str, float]:
+def support_metrics(samples: Sequence[Trace], repaired: int, num_synthetic: int, gather: GatherRow) -> dict[str, float]:
     """Sizes of the supports of one generation batch.
 
     Args:
@@ -24,7 +22,7 @@ def support_metrics(
         num_synthetic: how many end in a token that nobody sampled.
         gather: over processes.
     """
-    sizes = np.concatenate([sample.rows.sizes for sample in samples])
+    sizes = np.concatenate([sample.supports.sizes for sample in samples])
     sizes = sizes[sizes > 0]
     local = [sizes.sum(), len(sizes), (sizes == 1).sum(), repaired, num_synthetic, sizes.max(initial=0)]
     stats = gather([float(value) for value in local])

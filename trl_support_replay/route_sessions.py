@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .replay_head import SampleSupport
 from .routing import RouteBatch, RouteMetrics, RouterReplay
+from .traces.columns import Trace
 from .traces.routes import RoutesError
 
 
@@ -28,7 +28,7 @@ class RouteSessions:
     def open(
         self,
         model: Any,
-        samples: Sequence[SampleSupport],
+        samples: Sequence[Trace],
         width: int,
         completion_length: int,
         batch_size: int,
@@ -47,7 +47,7 @@ class RouteSessions:
             if sample.routes is None:
                 raise RoutesError(f"Sample {b} has no routes, which routed_experts_replay=True asks for.")
             routes.append(sample.routes)
-        starts = [width - completion_length - sample.prompt_length for sample in samples]
+        starts = [width - completion_length - len(sample.prompt_ids) for sample in samples]
         self.of(model).open(*RouteBatch.from_samples(routes, starts, width).split(batch_size))
 
     def close(self, model: Any) -> RouteMetrics | None:

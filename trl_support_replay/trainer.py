@@ -23,15 +23,18 @@ from trl import GRPOTrainer
 
 from .capture.recorder import SupportRecorder
 from .capture.transformers_generate import ScoresRecorder, recording
-from .collect import ROLLOUT_KEY, collect_samples
+from .collect import ROLLOUT_KEY, ROUTES_KEY, collect_samples
 from .config import SupportReplayGRPOConfig
 from .contract import check_contract
 from .environment import UnsupportedVersionError, check_supported
+from .offline import GROUP_COLUMN, OfflineTraces, is_trace_dataset
 from .rebind import rebound
 from .replay_check import GapStatistics, ReplayGapError, Tolerance, explain
-from .replay_head import ReplayCaller, SampleSupport, add_replay_head, recorded_mask
+from .replay_head import ReplayCaller, add_replay_head, recorded_mask
 from .replay_metrics import route_metrics, support_metrics
 from .route_sessions import RouteSessions
+from .trace_saving import TraceSaver
+from .traces.columns import Trace
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +62,7 @@ for _name, _parameters in _SEAM.items():
             "expected. Install trl 1.15 or 1.16: pip install 'trl>=1.15,<1.17'."
         )
 
-_SAMPLES = "support_samples"  # the batch's list of `SampleSupport`, which TRL shuffles and splits with its tensors
+_SAMPLES = "support_samples"  # the batch's list of `Trace`, which TRL shuffles and splits with its tensors
 
 
 class SupportReplayGRPOTrainer(GRPOTrainer):
@@ -99,17 +102,25 @@ class SupportReplayGRPOTrainer(GRPOTrainer):
                 f"args is a {type(args).__name__}; SupportReplayGRPOTrainer needs a SupportReplayGRPOConfig, which "
                 "takes every GRPOConfig argument."
             )
+        if is_trace_dataset(kwargs.get("train_dataset")):
+            self._offline: OfflineTraces | None = OfflineTraces(kwargs["train_dataset"], args)
+            kwargs |= {"train_dataset": self._offline.prompts(), "rollout_func": self._offline.rollout}
+            reward_funcs = reward_funcs if reward_funcs is not None else self._offline.reward_func()
+        else:
+            self._offline = None
         self.sampling_settings = check_contract(args, _own_generation_config(model, args))
         self.replays_support = self.sampling_settings.truncates
         self.replays_routes = args.routed_experts_replay
         self._routes = RouteSessions()
+        self._saver: TraceSaver | None = None
         self._recorder: SupportRecorder | None = None
-        self._scored_samples: list[SampleSupport] | None = None
+        self._scored_samples: list[Trace] | None = None
         self._last_logps: torch.Tensor | None = None
         self._last_extra: dict[str, torch.Tensor] = {}
         self._rescoring_temperature: float | None = None
         self._live_routes = False  # while a batch is scored through the live routers, for comparison
         self._loss_inputs: dict[str, Any] | None = None
+        self._rewards: list[float] = []  # weighted sum for each completion of this process's latest generation batch
         self._unchecked: tuple[torch.Tensor, dict[str, Any]] | None = None
         self._generated_at = -1  # optimizer step of the buffered completions
         if not (self.replays_support or self.replays_routes):
@@ -143,6 +154,9 @@ class SupportReplayGRPOTrainer(GRPOTrainer):
             names["VLLMGeneration"] = self._build_server_client if args.vllm_mode == "server" else build_engine
         with rebound(trl_grpo, **names):
             super().__init__(model, reward_funcs, args, **kwargs)
+        if args.save_traces:
+            self._saver = TraceSaver(args, self)
+            self.add_callback(self._saver)
         half_precision = args.bf16 or args.fp16 or self.model.dtype != torch.float32
         if args.use_vllm:
             engine_dtype = self.vllm_generation.engine_dtype if args.vllm_mode == "server" else args.vllm_dtype
@@ -199,7 +213,8 @@ class SupportReplayGRPOTrainer(GRPOTrainer):
         if self._recorder is None:
             return super()._generate(prompts)
         prompt_ids, completion_ids, tool_mask, completions, logprobs, extra, *rest = super()._generate(prompts)
-        given = extra.pop(ROLLOUT_KEY, None)  # TRL would hand it to the reward functions
+        # TRL would hand these to the reward functions.
+        given, given_routes = extra.pop(ROLLOUT_KEY, None), extra.pop(ROUTES_KEY, None)
         ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
         # The head's rows, not the tokenizer's words: padded ids can be sampled. ZeRO-3 keeps the shape elsewhere.
         head = self._base_model().get_output_embeddings().weight
@@ -210,6 +225,7 @@ class SupportReplayGRPOTrainer(GRPOTrainer):
             tool_mask,
             logprobs,
             given,
+            given_routes,
             vocab_size=getattr(head, "ds_shape", head.shape)[0],
             eos_token_ids=self.eos_token_ids,
             synthetic_eos=self.args.synthetic_eos,
@@ -226,16 +242,38 @@ class SupportReplayGRPOTrainer(GRPOTrainer):
         if not (self.replays_support or self.replays_routes) or not self.model.training:
             return super()._generate_and_score_completions(inputs)
         self._recorder = SupportRecorder()
+        if self._offline is not None:
+            self._offline.choose([row[GROUP_COLUMN] for row in inputs])
         try:
             output = super()._generate_and_score_completions(inputs)
-            output[_SAMPLES] = self._scored_samples
+            samples = output[_SAMPLES] = self._scored_samples
         finally:
             self._recorder = None
             self._scored_samples = None
         self._generated_at = self.state.global_step
-        if "old_per_token_logps" in output:
+        if self._saver is not None:
+            assert samples is not None
+            self._saver.save(samples, inputs, self._rewards)
+        if self._offline is not None:
+            self._use_recorded_policy(output)
+        elif "old_per_token_logps" in output:
             self._check_replay(output["old_per_token_logps"], output)
         return output
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        start = self.accelerator.process_index * len(prompts)
+        weighted = rewards * self.reward_weights.to(rewards.device)
+        self._rewards = weighted.nansum(dim=1)[start : start + len(prompts)].tolist()
+        return rewards
+
+    def _use_recorded_policy(self, output: dict[str, Any]) -> None:
+        """The policy that sampled saved traces is the old policy, whatever the current weights."""
+        old = output["sampling_per_token_logps"]
+        unknown = torch.isnan(old)  # a synthetic end of sequence
+        if unknown.any():
+            old = torch.where(unknown, self._rescore(output, self.temperature), old)
+        output["old_per_token_logps"] = old
 
     # ---------------------------------------------------------------------------------------------------- scoring
 
@@ -253,7 +291,8 @@ class SupportReplayGRPOTrainer(GRPOTrainer):
             self._loss_inputs = None
         # TRL scores the old policy only when it may differ from the current one; else this is the first look. What the
         # check may run waits until this batch's backward is done and its routes are closed.
-        if "old_per_token_logps" not in inputs and self.state.global_step == self._generated_at:
+        unseen = "old_per_token_logps" not in inputs or self._offline is not None
+        if unseen and self.state.global_step == self._generated_at:
             assert self._last_logps is not None
             self._unchecked = (self._last_logps, inputs)
         self._log_scores(inputs)
@@ -381,7 +420,7 @@ class SupportReplayGRPOTrainer(GRPOTrainer):
         every = self.args.routes_gap_steps
         if self.replays_routes and every and self.state.global_step % every == 0:
             self._log_live_route_gap(batch, recorded, mask)
-        if self.args.replay_check == "off" or not statistics.exceeds(self._tolerance):
+        if self.args.replay_check == "off" or self._offline is not None or not statistics.exceeds(self._tolerance):
             return
         cause = explain(
             replayed,

@@ -185,9 +185,12 @@ def test_shards_are_whole_or_absent(tmp_path, monkeypatch):
     monkeypatch.setattr(shards.pq, "write_table", torn)
     with pytest.raises(KeyboardInterrupt):
         folder.write(table, 8)
-    assert [p.name for p in folder.shards()] == ["traces-00000000-00000.parquet", "traces-00000007-00001.parquet"]
+    assert [p.name for p in folder.shards()] == [
+        "traces-00000000-000-00000.parquet",
+        "traces-00000007-000-00001.parquet",
+    ]
     assert not list(tmp_path.glob(".*"))
     assert folder.next_number() == 8
-    (tmp_path / ".traces-00000009-00000.parquet.1.partial").write_bytes(b"PAR1")
-    assert [p.name for p in folder.discard_from(5)] == ["traces-00000007-00001.parquet"]
+    (tmp_path / ".traces-00000009-000-00000.parquet.1.partial").write_bytes(b"PAR1")
+    assert [p.name for p in folder.discard_from(5)] == ["traces-00000007-000-00001.parquet"]
     assert not list(tmp_path.glob(".*")) and len(folder.shards()) == 1

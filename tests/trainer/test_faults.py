@@ -126,9 +126,9 @@ def test_a_gap_can_be_a_warning(build, tiny_model_path, monkeypatch, caplog):
 def test_several_unsupported_tokens_are_refused(build, tiny_model_path, monkeypatch):
     trainer = build(tiny_model_path, **HF)
 
-    def untraced(recorder, ids, mask, logprobs, given, **kwargs):
+    def untraced(recorder, prompts, ids, mask, logprobs, *given, **kwargs):
         logprobs = [[float(x[0]), float(x[1]), *x[2:]] for x in logprobs]
-        return collect_samples(recorder, ids, mask, logprobs, given, **kwargs)
+        return collect_samples(recorder, prompts, ids, mask, logprobs, *given, **kwargs)
 
     monkeypatch.setattr(trainer_module, "collect_samples", untraced)
     with pytest.raises(SupportError, match="2 of 12 loss-bearing tokens have no recorded support"):

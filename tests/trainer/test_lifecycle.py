@@ -114,7 +114,7 @@ def test_one_end_of_sequence_that_nobody_sampled(build, tiny_model_path, monkeyp
     trainer.train()
     log = trainer.state.log_history[0]
     assert log["support/synthetic_eos"] == 4 and log["support/logprob_gap_max"] <= 1e-4
-    lasts = [len(s.token_ids) - 1 for s in seen[0]["support_samples"]]
+    lasts = [len(s.completion_ids) - 1 for s in seen[0]["support_samples"]]
     eos = torch.stack([scored[0][b, t] for b, t in enumerate(lasts)])
     if synthetic_eos == "mask":
         assert all(seen[0]["tool_mask"][b, t] == 0 for b, t in enumerate(lasts))
@@ -140,8 +140,8 @@ def test_supports_stay_with_their_samples_through_shuffling_and_splitting(build,
     def check(model, inputs):
         for b, sample in enumerate(inputs["support_samples"]):
             length = int(inputs["completion_mask"][b].sum())
-            np.testing.assert_array_equal(sample.token_ids, inputs["completion_ids"][b, :length].numpy())
-            assert sample.rows.contains(sample.token_ids).all()
+            np.testing.assert_array_equal(sample.completion_ids, inputs["completion_ids"][b, :length].numpy())
+            assert sample.supports.contains(sample.completion_ids).all()
         batches.append(len(inputs["support_samples"]))
         return original(model, inputs)
 

@@ -82,9 +82,9 @@ def assert_observations_are_empty(batches):
     observations = 0
     for batch in batches:
         for b, sample in enumerate(batch["support_samples"]):
-            mask = batch["tool_mask"][b, : len(sample.token_ids)].numpy().astype(bool)
+            mask = batch["tool_mask"][b, : len(sample.completion_ids)].numpy().astype(bool)
             np.testing.assert_array_equal(sample.loss_mask, mask)
-            np.testing.assert_array_equal(sample.rows.sizes > 0, mask)
+            np.testing.assert_array_equal(sample.supports.sizes > 0, mask)
             observations += int((~mask).sum())
     assert observations > 0
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-_NAME = re.compile(r"traces-(\d{8})-(\d{5})\.parquet")
+_NAME = re.compile(r"traces-(\d{8})-(\d{3})-(\d{5})\.parquet")
 _PARTIAL = ".partial"
 
 
@@ -34,9 +34,16 @@ class ShardFolder:
         probe.touch()
         probe.unlink()
 
-    def write(self, table: pa.Table, number: int, part: int = 0) -> Path:
-        """Write shard `number` of process `part`; one that was there is replaced."""
-        target = self.path / f"traces-{number:08d}-{part:05d}.parquet"
+    def write(self, table: pa.Table, number: int, part: int = 0, batch: int = 0) -> Path:
+        """Write a shard; one of the same name is replaced.
+
+        Args:
+            table: the traces.
+            number: orders the shards, for example the optimizer step.
+            part: which process wrote it.
+            batch: tells shards of one number apart.
+        """
+        target = self.path / f"traces-{number:08d}-{batch:03d}-{part:05d}.parquet"
         partial = target.with_name(f".{target.name}.{os.getpid()}{_PARTIAL}")
         try:
             with open(partial, "wb") as file:
@@ -60,7 +67,7 @@ class ShardFolder:
 
     def shards(self) -> list[Path]:
         """Paths of the whole shards, in order."""
-        return [path for _, _, path in sorted(self._shards())]
+        return sorted(path for _, _, path in self._shards())
 
     def next_number(self) -> int:
         """One more than the number of the last shard."""
@@ -69,4 +76,4 @@ class ShardFolder:
     def _shards(self) -> Iterator[tuple[int, int, Path]]:
         for path in self.path.iterdir():
             if match := _NAME.fullmatch(path.name):
-                yield int(match[1]), int(match[2]), path
+                yield int(match[1]), int(match[3]), path

@@ -1,0 +1,138 @@
+"""Training on saved traces: a traces dataset takes the place of generation."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from datasets import Dataset, IterableDataset
+
+from .collect import ROLLOUT_KEY, ROUTES_KEY
+from .contract import normalize_top_k
+from .traces.columns import REQUIRED_COLUMNS, Trace, TraceSchemaError, table_to_traces
+
+logger = logging.getLogger(__name__)
+
+GROUP_COLUMN = "trace_group"
+
+
+def is_trace_dataset(dataset: Any) -> bool:
+    """Whether a training dataset holds traces rather than prompts."""
+    columns = getattr(dataset, "column_names", None) or []
+    return set(REQUIRED_COLUMNS) <= set(columns)
+
+
+class OfflineTraces:
+    """Groups of completions of the same prompt, handed out in place of generation.
+
+    Args:
+        dataset: a traces dataset with at least `num_generations` completions of each prompt. Further columns reach the
+            reward functions; a `reward` column can stand in for them.
+        args: the training configuration; its sampling settings must be those that the traces were sampled with.
+
+    Raises:
+        TraceSchemaError: a streamed dataset, too few completions of every prompt, or other sampling settings.
+    """
+
+    def __init__(self, dataset: Any, args: Any):
+        if isinstance(dataset, IterableDataset):
+            raise TraceSchemaError("Traces to train on must be a map-style dataset; load it with streaming=False.")
+        if args.use_vllm:
+            raise TraceSchemaError(
+                "use_vllm=True with a traces dataset: nothing is generated, so no engine is needed. Set use_vllm=False."
+            )
+        table = dataset.with_format("arrow")[:]
+        _check_sampling(table, args)
+        traces = table_to_traces(table)
+        for i, trace in enumerate(traces):
+            trace.check(f"row {i}")
+        by_prompt: dict[bytes, list[Trace]] = {}
+        for trace in traces:
+            by_prompt.setdefault(trace.prompt_ids.tobytes(), []).append(trace)
+        size = args.num_generations
+        self.groups = [
+            group[start : start + size]
+            for group in by_prompt.values()
+            for start in range(0, len(group) - size + 1, size)
+        ]
+        self._size = size
+        self._chosen: list[int] = []
+        used = size * len(self.groups)
+        if not used:
+            most = max(map(len, by_prompt.values()), default=0)
+            raise TraceSchemaError(
+                f"num_generations={size}, but no prompt of the {len(by_prompt)} in the traces has more than {most} "
+                "completions. Lower num_generations or capture more completions a prompt."
+            )
+        if used < len(traces):
+            logger.warning(
+                "%d of %d traces are left out: their prompts have no further %d completions to make a group.",
+                len(traces) - used,
+                len(traces),
+                size,
+            )
+
+    def prompts(self) -> Dataset:
+        """One row a group, for the sampler; with the prompt as the traces know it."""
+        rows = [{"prompt": group[0].extra.get("prompt", ""), GROUP_COLUMN: i} for i, group in enumerate(self.groups)]
+        return Dataset.from_list(rows)
+
+    def reward_func(self) -> Any:
+        """A reward function that returns the `reward` column.
+
+        Raises:
+            TraceSchemaError: there is none.
+        """
+        if "reward" not in self.groups[0][0].extra:
+            raise TraceSchemaError(
+                "The traces have no `reward` column and no reward_funcs are given; one of them is needed."
+            )
+
+        def trace_reward(completions: list, reward: list[float], **_: Any) -> list[float]:
+            return reward
+
+        return trace_reward
+
+    def choose(self, groups: Sequence[int]) -> None:
+        """Set the groups of the process's next batch, one entry a completion."""
+        self._chosen = list(groups)
+
+    def rollout(self, prompts: list, trainer: Any) -> dict[str, Any]:
+        """TRL's `rollout_func`: the saved completions of the chosen groups."""
+        start = trainer.accelerator.process_index * len(prompts)
+        traces = [self.groups[g][(start + i) % self._size] for i, g in enumerate(self._chosen)]
+        output: dict[str, Any] = {
+            "prompt_ids": [t.prompt_ids.tolist() for t in traces],
+            "completion_ids": [t.completion_ids.tolist() for t in traces],
+            "logprobs": [np.where(np.isnan(t.sampling_logprobs), 0.0, t.sampling_logprobs).tolist() for t in traces],
+            "env_mask": [t.loss_mask.astype(int).tolist() for t in traces],
+            ROLLOUT_KEY: [t.supports.take(np.where(t.loss_mask, np.arange(len(t.loss_mask)), -1)) for t in traces],
+        }
+        if traces[0].routes is not None:
+            output[ROUTES_KEY] = [t.routes for t in traces]
+        for name in traces[0].extra:
+            if name != "prompt":
+                output[name] = [t.extra[name] for t in traces]
+        return output
+
+
+def _check_sampling(table: pa.Table, args: Any) -> None:
+    if "sampling" not in table.column_names:
+        raise TraceSchemaError("The traces have no `sampling` column, so their temperature is unknown.")
+    asked = {
+        "temperature": float(args.temperature),
+        "top_p": float(args.top_p),
+        "top_k": float(normalize_top_k(args.top_k)),
+        "min_p": float(args.min_p or 0.0),
+    }
+    found = {tuple(float(row[name] or 0.0) for name in asked) for row in table["sampling"].to_pylist()}
+    for values in found:
+        for (name, value), recorded in zip(asked.items(), values, strict=True):
+            if recorded != value:
+                raise TraceSchemaError(
+                    f"The traces were sampled with {name}={recorded:g}, and the configuration has {name}={value:g}. "
+                    f"Scoring them as they were drawn needs the same settings: set {name}={recorded:g}."
+                )

@@ -1,0 +1,73 @@
+"""Saves the traces of a training run, a shard a generation batch and process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import transformers
+from transformers import TrainerCallback
+
+from .traces.columns import Trace, traces_to_table
+from .traces.shards import ShardFolder
+
+_NOT_SAVED = {"image", "images"}
+
+
+class TraceSaver(TrainerCallback):
+    """Writes each generation batch to `args.save_traces`; a resumed run replaces what it makes anew.
+
+    Args:
+        args: the training configuration.
+        trainer: whose settings are recorded beside the tokens.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+
+    def __init__(self, args: Any, trainer: Any):
+        self._folder = ShardFolder(args.save_traces)
+        self._trainer = trainer
+        self._batch_of_step = (-1, 0)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._folder.discard_from(state.global_step, self._trainer.accelerator.process_index)
+
+    def save(self, traces: Sequence[Trace], inputs: Sequence[Mapping[str, Any]], rewards: Sequence[float]) -> None:
+        """Write one generation batch.
+
+        Args:
+            traces: `B` completions.
+            inputs: their `B` dataset rows.
+            rewards: their `B` rewards.
+        """
+        trainer = self._trainer
+        step = trainer.state.global_step
+        seen, batch = self._batch_of_step
+        self._batch_of_step = (step, batch + 1 if seen == step else 0)
+        rows = []
+        for trace, row, reward in zip(traces, inputs, rewards, strict=True):
+            columns = {name: value for name, value in row.items() if name not in _NOT_SAVED}
+            rows.append(replace(trace, extra=columns | {"reward": float(reward), "step": step}))
+        settings = trainer.sampling_settings
+        table = traces_to_table(
+            rows,
+            model=trainer.model.name_or_path,
+            sampling={
+                "temperature": settings.temperature,
+                "top_p": settings.top_p,
+                "top_k": settings.top_k,
+                "min_p": settings.min_p,
+                "seed": trainer.args.seed,
+            },
+            engine=self._engine(),
+        )
+        self._folder.write(table, step, trainer.accelerator.process_index, self._batch_of_step[1])
+
+    def _engine(self) -> dict[str, str]:
+        if self._trainer.use_vllm:
+            from .capture.vllm_engine import vllm_version
+
+            return {"name": "vllm", "version": str(vllm_version())}
+        return {"name": "transformers", "version": transformers.__version__}
