@@ -118,8 +118,7 @@ def test_damaged_messages_raise_message_errors_and_nothing_else(exchange, data):
         decoded = decode_samples(bytes(body), request)
     except MessageError:
         return
-    # What is let through is a proper answer, and the bytes are its only spelling: its digest tells whether it is the one
-    # that was sent.
+    # What is let through is a proper answer in its only spelling: its digest tells whether it is the one that was sent.
     assert encode_samples(request.request_id, decoded) == bytes(body)
     for sample in decoded:
         assert len(sample.token_ids) == len(sample.logprobs)

@@ -1,9 +1,9 @@
 """What client and server say to each other: paths, requests, samples and errors, and their bytes.
 
 A message is one JSON object. Everything with an entry per token is a packed array (`traces.wire`); the rest are plain
-JSON values. A message has one spelling: what is accepted encodes to the bytes that came in. Rows of a support travel with their ids in ascending order, which makes "no id twice" cheap to check. A
-header carries the SHA-256 of the message, so one that was cut short or altered on the way is recognised, whatever
-content coding it travelled in.
+JSON values. A message has one spelling: what is accepted encodes to the bytes that came in. Rows of a support travel
+with their ids in ascending order, which makes "no id twice" cheap to check. A header carries the SHA-256 of the
+message, so one that was cut short or altered on the way is recognised, whatever content coding it travelled in.
 """
 
 from __future__ import annotations
