@@ -1,0 +1,1 @@
+"""The demo: one small real model trained with replay and without, on the same prompts, side by side."""
