@@ -81,10 +81,7 @@ def run_schedule(
     num_context, context_rank = sizes["context_parallel_size"], parallel_state.get_context_parallel_rank()
 
     def cut(values: torch.Tensor) -> torch.Tensor:
-        if num_context == 1:
-            return values
-        parts = values.chunk(2 * num_context, dim=1)
-        return torch.cat([parts[context_rank], parts[-1 - context_rank]], dim=1)
+        return tiny_gpt.zig_zag(values, [WIDTH], num_context, context_rank)
 
     def forward_step(iterator: Any, model: Any, *_: Any) -> Any:
         ids, labels = map(cut, next(iterator))
@@ -154,10 +151,7 @@ def wrong_calls(
     wrong = 0
     for layer, index, experts in run.calls:
         want = routes[index][:, :, with_experts.index(layer)]
-        if context[0] > 1:
-            parts = want.chunk(2 * context[0], dim=1)
-            want = torch.cat([parts[context[1]], parts[-1 - context[1]]], dim=1)
-        want = want.transpose(0, 1)
+        want = tiny_gpt.zig_zag(want.transpose(1, 2), [WIDTH], *context).permute(2, 0, 1)
         if chunks[0].config.sequence_parallel:
             want = want.chunk(tensor[0])[tensor[1]]
         want = want.reshape(-1, TOP_K).sort().values

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -81,16 +82,18 @@ def forget_balancing_losses() -> None:
         moe_logging.destroy_moe_metrics_tracker()
 
 
-def build_chunks(cfg: TransformerConfig, *, tied: bool = False, vocab: int = VOCAB, **model: Any) -> list[GPTModel]:
+def build_chunks(
+    cfg: TransformerConfig, *, tied: bool = False, packed: bool = False, vocab: int = VOCAB, **model: Any
+) -> list[GPTModel]:
     """This rank's model chunks, with weights that depend on nothing but each parameter's global name."""
     num_chunks = cfg.virtual_pipeline_model_parallel_size
     chunks = []
     for stage in range(num_chunks or 1):
         vp_stage = stage if num_chunks else None
         spec = get_gpt_decoder_block_spec(cfg, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
-        if cfg.context_parallel_size > 1:
+        if packed or cfg.context_parallel_size > 1:
             for layer in spec.layer_specs:
-                layer.submodules.self_attention.submodules.core_attention = ContextParallelAttention
+                layer.submodules.self_attention.submodules.core_attention = GatheringAttention
         chunk = GPTModel(
             config=cfg,
             transformer_layer_spec=spec,
@@ -118,6 +121,8 @@ def initialize_by_name(chunk: GPTModel) -> None:
 
 def global_name(chunk: GPTModel, name: str) -> str:
     """A parameter's name in the model that is not split."""
+    if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
+        return "embedding.word_embeddings.weight"
     found = re.match(r"decoder\.layers\.(\d+)\.", name)
     if found:
         layer = chunk.decoder.layers[int(found[1])].layer_number - 1
@@ -198,28 +203,38 @@ class _GatherParts(torch.autograd.Function):
         return total[ctx.group.rank()], None
 
 
-class ContextParallelAttention(DotProductAttention):
-    """megatron-core's local attention, given keys and values of all context-parallel ranks. (Its own refuses.)"""
+def zig_zag(values: torch.Tensor, lengths: Sequence[int], size: int, rank: int) -> torch.Tensor:
+    """The part of `values` `[..., S]` on one of `size` context-parallel ranks, sequence by sequence."""
+    parts = []
+    for sequence in values.split(list(lengths), dim=-1):
+        chunks = sequence.chunk(2 * size, dim=-1)
+        parts += [chunks[rank], chunks[-1 - rank]] if size > 1 else [sequence]
+    return torch.cat(parts, dim=-1)
+
+
+class GatheringAttention(DotProductAttention):
+    """megatron-core's local attention, which refuses context parallelism and packed sequences, made to take both.
+
+    Keys and values of all context-parallel ranks are put in order, and the mask given says who sees whom.
+    """
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         alone = copy.copy(config)
         alone.context_parallel_size = 1
         super().__init__(alone, *args, **kwargs)
 
-    def forward(self, query, key, value, attention_mask, *args, **kwargs):  # type: ignore[override]
+    def forward(self, query, key, value, attention_mask, *args, packed_seq_params=None, **kwargs):  # type: ignore[override]
         group = parallel_state.get_context_parallel_group()
-        rows = torch.arange(attention_mask.shape[-2]).chunk(2 * group.size())
-        rows = torch.cat([rows[group.rank()], rows[2 * group.size() - 1 - group.rank()]])
-        return super().forward(
-            query,
-            self._whole(key, group),
-            self._whole(value, group),
-            attention_mask[..., rows, :],
-            *args,
-            **kwargs,
-        )
+        width = attention_mask.shape[-2]
+        lengths = [width]
+        if packed_seq_params is not None:
+            lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
+            query, key, value = query[:, None], key[:, None], value[:, None]
+        places = [zig_zag(torch.arange(width), lengths, group.size(), rank) for rank in range(group.size())]
+        order = torch.cat(places).argsort()
 
-    @staticmethod
-    def _whole(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        halves = [whole.chunk(2) for whole in _GatherParts.apply(part.contiguous(), group)]
-        return torch.cat([first for first, _ in halves] + [second for _, second in reversed(halves)])
+        def whole(part: torch.Tensor) -> torch.Tensor:
+            return torch.cat(_GatherParts.apply(part.contiguous(), group))[order]
+
+        rows = places[group.rank()]
+        return super().forward(query, whole(key), whole(value), attention_mask[..., rows, :], *args, **kwargs)

@@ -160,16 +160,8 @@ def _chunk(model: nn.Module) -> ModelChunk:
             )
         routers.append(LocalRouter(name, module, layer))
     routers.sort(key=lambda router: router.layer)
-    shard = _shard(config, routers[0].module) if routers else SequenceShard()
+    shard = SequenceShard()
+    if routers:
+        router = routers[0].module
+        shard = SequenceShard.from_groups(router.cp_group, router.tp_group, config.sequence_parallel)
     return ModelChunk(model, config, tuple(routers), shard)
-
-
-def _shard(config: TransformerConfig, router: TopKRouter) -> SequenceShard:
-    context, tensor = router.cp_group, router.tp_group
-    scattered = config.sequence_parallel and tensor.size() > 1
-    return SequenceShard(
-        context_size=context.size(),
-        context_rank=context.rank(),
-        tensor_size=tensor.size() if scattered else 1,
-        tensor_rank=tensor.rank() if scattered else 0,
-    )

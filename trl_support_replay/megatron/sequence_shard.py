@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,19 @@ class SequenceShard:
     context_rank: int = 0
     tensor_size: int = 1
     tensor_rank: int = 0
+
+    @classmethod
+    def from_groups(
+        cls, context_group: ProcessGroup, tensor_group: ProcessGroup, sequence_parallel: bool
+    ) -> SequenceShard:
+        """This rank's part, by Megatron's groups and `config.sequence_parallel`."""
+        scattered = sequence_parallel and tensor_group.size() > 1
+        return cls(
+            context_size=context_group.size(),
+            context_rank=context_group.rank(),
+            tensor_size=tensor_group.size() if scattered else 1,
+            tensor_rank=tensor_group.rank() if scattered else 0,
+        )
 
     @property
     def multiple(self) -> int:

@@ -1,0 +1,115 @@
+"""Loss functions for Megatron's `forward_step`, over the scores of `support_forward`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from .micro_batch import Tokens
+
+LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+
+
+def policy_loss(
+    tokens: Tokens,
+    advantages: torch.Tensor,
+    num_loss_tokens: int,
+    *,
+    old_logprobs: torch.Tensor | None = None,
+    ref_logprobs: torch.Tensor | None = None,
+    epsilon: float = 0.2,
+    beta: float = 0.0,
+) -> LossFunction:
+    """The clipped policy gradient loss, averaged over the loss-bearing tokens of a micro-batch.
+
+    With ratio r = exp(logp - old) of log-probs over the support, per token
+
+        -min(r A, clip(r, 1 - epsilon, 1 + epsilon) A) + beta (exp(ref - logp) - (ref - logp) - 1)
+
+    Under context parallelism each rank adds up its own tokens and divides by the number of the whole micro-batch, which
+    is what Megatron's schedule and gradient reduction expect of a two-tuple loss.
+
+    Args:
+        tokens: this rank's.
+        advantages: `[B, S]` of this rank's tokens, or `[B, 1]`.
+        num_loss_tokens: of the whole micro-batch, before it was split: `MicroBatch.num_loss_tokens`.
+        old_logprobs: `[B, S]`, from [`collect_scores`] before the update. Default: what the engine recorded. A token
+            that nobody sampled has no recorded log-prob; its ratio is 1 then.
+        ref_logprobs: `[B, S]` of the reference policy, over the same supports; needed when `beta` is not 0.
+        epsilon, beta: as in the formula.
+
+    Returns:
+        A function of the scores `[B, S, 1]`, log-probs in the first column, for the schedule: it gives the loss and
+        `{"sums": [5]}`, sums over this rank's tokens of loss, ratio, clipped tokens, KL and tokens; see
+        [`mean_metrics`].
+
+    Raises:
+        ValueError: `beta` without `ref_logprobs`.
+    """
+    if beta and ref_logprobs is None:
+        raise ValueError(f"beta={beta} needs ref_logprobs.")
+    return partial(_policy_loss, tokens, advantages, num_loss_tokens, old_logprobs, ref_logprobs, epsilon, beta)
+
+
+def _policy_loss(
+    tokens: Tokens,
+    advantages: torch.Tensor,
+    num_loss_tokens: int,
+    old_logprobs: torch.Tensor | None,
+    ref_logprobs: torch.Tensor | None,
+    epsilon: float,
+    beta: float,
+    scores: torch.Tensor,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    mask = tokens.loss_mask
+    logprobs = scores[..., 0]
+    old = tokens.recorded_logprobs if old_logprobs is None else old_logprobs
+    # Not sampled, so not recorded: NaN. Masked before the exponential, so that no gradient is NaN.
+    log_ratio = torch.where(mask & ~old.isnan(), logprobs - old.nan_to_num(), logprobs - logprobs.detach())
+    ratio = log_ratio.exp()
+    clipped = ratio.clamp(1 - epsilon, 1 + epsilon)
+    losses = -torch.minimum(ratio * advantages, clipped * advantages)
+    kl = torch.zeros_like(losses)
+    if ref_logprobs is not None:
+        gap = torch.where(mask, ref_logprobs - logprobs, 0)
+        kl = gap.exp() - gap - 1
+        losses = losses + beta * kl
+    loss = torch.where(mask, losses, 0).sum() / num_loss_tokens
+    is_clipped = (ratio * advantages > clipped * advantages) & mask
+    with torch.no_grad():
+        each = (losses, ratio, is_clipped.float(), kl, torch.ones_like(losses))
+        sums = torch.stack([torch.where(mask, x, 0).sum() for x in each])
+    return loss, {"sums": sums}
+
+
+METRICS = ("loss", "ratio", "clipped_fraction", "kl")
+
+
+def mean_metrics(
+    reports: list[dict[str, torch.Tensor]], group: torch.distributed.ProcessGroup | None = None
+) -> dict[str, float]:
+    """Means per loss-bearing token over the micro-batches of a step.
+
+    Args:
+        reports: what the forward-backward function returned on the last pipeline stage.
+        group: ranks that hold different tokens: the data-parallel group with context parallelism.
+    """
+    sums = torch.stack([report["sums"] for report in reports]).sum(0)
+    if group is not None:
+        torch.distributed.all_reduce(sums, group=group)
+    *totals, count = sums.tolist()
+    return {name: total / max(count, 1) for name, total in zip(METRICS, totals, strict=True)}
+
+
+def collect_scores(scores: torch.Tensor, non_loss_data: bool = True) -> torch.Tensor:
+    """A loss function for passes without gradient: old, recomputed and reference log-probs.
+
+    Call the forward-backward function with `forward_only=True, collect_non_loss_data=True` under `torch.no_grad()`; it
+    returns the scores `[B, S, n]` of each micro-batch on the last pipeline stage. (`non_loss_data` is how the schedule
+    says so.)
+    """
+    if not non_loss_data:
+        raise ValueError("collect_scores gives no loss: pass collect_non_loss_data=True to the schedule.")
+    return scores.detach()

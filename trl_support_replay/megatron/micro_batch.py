@@ -1,0 +1,213 @@
+"""`MicroBatch`: recorded trajectories as the tokens, targets, supports and routes of one Megatron micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..routing.batch import RouteBatch
+from ..traces.finalized import Trajectory
+from ..traces.routes import RoutedExperts
+from ..traces.support import SupportRows
+from .core import PackedSeqParams
+from .sequence_shard import SequenceShard
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """`[B, S]` positions, each with the token it predicts.
+
+    Attributes:
+        input_ids, position_ids: int64 `[B, S]`, what goes into the model.
+        target_ids: int64 `[B, S]`, the token after each position; 0 after the last of a sequence.
+        loss_mask: bool `[B, S]`, positions whose target is part of the loss.
+        recorded_logprobs: float32 `[B, S]`, the engine's log-prob of the target; NaN where the engine sampled none.
+        support: `B * S` rows, row `b * S + s` what the target of position `(b, s)` was drawn from. Empty where it was
+            not sampled.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    target_ids: torch.Tensor
+    loss_mask: torch.Tensor
+    recorded_logprobs: torch.Tensor
+    support: SupportRows
+
+    def to(self, device: torch.device | str) -> Tokens:
+        """The same tokens on another device; supports stay on the host until they are scored."""
+        return self._changed(lambda values: values.to(device, non_blocking=True), self.support)
+
+    def at(self, positions: torch.Tensor) -> Tokens:
+        """The tokens at `positions` `[n]` of every row."""
+        batch_size, width = self.input_ids.shape
+        rows = torch.arange(batch_size)[:, None] * width + positions
+        return self._changed(lambda values: values[:, positions], self.support.take(rows.flatten().numpy()))
+
+    def _changed(self, change: Callable[[torch.Tensor], torch.Tensor], support: SupportRows) -> Tokens:
+        return Tokens(
+            change(self.input_ids),
+            change(self.position_ids),
+            change(self.target_ids),
+            change(self.loss_mask),
+            change(self.recorded_logprobs),
+            support,
+        )
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """A micro-batch before any split over ranks.
+
+    Attributes:
+        tokens: `[B, S]` positions; `B` is 1 when sequences are packed.
+        routes: of all positions, for [`MegatronRouterReplay`]; `None` where none were recorded.
+        lengths: of the sequences on the sequence axis, each with its padding: `(S,)`, or those packed end to end.
+        num_loss_tokens: loss-bearing targets.
+        num_synthetic_eos: those among them that nobody sampled; at most one a trajectory.
+    """
+
+    tokens: Tokens
+    routes: RouteBatch | None
+    lengths: tuple[int, ...]
+    num_loss_tokens: int
+    num_synthetic_eos: int
+
+    @classmethod
+    def from_trajectories(
+        cls,
+        trajectories: Sequence[Trajectory],
+        *,
+        multiple: int = 1,
+        width: int | None = None,
+        packed: bool = False,
+        pad_token_id: int = 0,
+        vocab_size: int | None = None,
+    ) -> MicroBatch:
+        """Lay trajectories out, prompts and completions, with padding behind each.
+
+        Args:
+            trajectories: all with the same fields.
+            multiple: every sequence is padded to a multiple of this; see [`SequenceShard.multiple`].
+            width: `S`, for schedules that want all micro-batches alike. Default: as short as `multiple` allows.
+            packed: one row with all sequences end to end, instead of one row each.
+            pad_token_id: stands at padding.
+            vocab_size: rows of the whole output layer, padded ones included, to check ids against.
+
+        Raises:
+            ValueError: no trajectory, one without prompt, or one that does not fit `width`.
+            SupportError, TrajectoryError: a support without its sampled token, and other faults of a trajectory.
+        """
+        if not trajectories:
+            raise ValueError("There is no trajectory to lay out.")
+        for i, trajectory in enumerate(trajectories):
+            trajectory.validate(vocab_size=vocab_size, where=f"trajectory {i}")
+            if not len(trajectory.prompt_ids):
+                raise ValueError(f"trajectory {i} has no prompt, so nothing predicts its first token.")
+        lengths, starts, shape = _layout(trajectories, multiple, width, packed)
+        num_positions = shape[0] * shape[1]
+        input_ids = np.full(num_positions, pad_token_id, dtype=np.int64)
+        position_ids = np.concatenate([np.arange(length) for length in lengths])
+        target_ids = np.zeros(num_positions, dtype=np.int64)
+        loss_mask = np.zeros(num_positions, dtype=bool)
+        logprobs = np.full(num_positions, np.nan, dtype=np.float32)
+        rows = np.full(num_positions, -1, dtype=np.int64)
+        first_row = 0
+        padding = np.ones(num_positions, dtype=bool)
+        first_row = 0
+        for trajectory, start in zip(trajectories, starts, strict=True):
+            ids = np.concatenate([trajectory.prompt_ids, trajectory.completion_ids])
+            input_ids[start : start + len(ids)] = ids
+            padding[start : start + len(ids)] = False
+            target_ids[start : start + len(ids) - 1] = ids[1:]
+            # The position before a token predicts it.
+            first = start + len(trajectory.prompt_ids) - 1
+            predicts = slice(first, first + len(trajectory))
+            loss_mask[predicts] = trajectory.loss_mask
+            logprobs[predicts] = trajectory.logprobs
+            rows[predicts] = np.arange(first_row, first_row + len(trajectory))
+            first_row += len(trajectory)
+        support = SupportRows.concatenate([trajectory.support for trajectory in trajectories]).take(rows)
+        tokens = Tokens(
+            torch.from_numpy(input_ids.reshape(shape)),
+            torch.from_numpy(position_ids.reshape(shape)),
+            torch.from_numpy(target_ids.reshape(shape)),
+            torch.from_numpy(loss_mask.reshape(shape)),
+            torch.from_numpy(logprobs.reshape(shape)),
+            support,
+        )
+        routes = None
+        if "routed_experts" in trajectories[0].side:
+            routes = _route_batch(trajectories, starts, padding.reshape(shape))
+        return cls(
+            tokens=tokens,
+            routes=routes,
+            lengths=tuple(lengths) if packed else (shape[1],),
+            num_loss_tokens=int(loss_mask.sum()),
+            num_synthetic_eos=sum(trajectory.has_synthetic_eos for trajectory in trajectories),
+        )
+
+    def local(self, shard: SequenceShard) -> Tokens:
+        """The positions that go into the model on one context-parallel rank, `[B, S / C]`."""
+        return self.tokens.at(shard.before_scatter.positions(self.lengths))
+
+    def packed_seq_params(self, device: torch.device | str = "cpu") -> PackedSeqParams:
+        """How Transformer Engine's attention tells the packed sequences apart."""
+        offsets = torch.tensor([0, *self.lengths]).cumsum(0).to(device, torch.int32)
+        longest = max(self.lengths)
+        return PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=offsets,
+            cu_seqlens_kv=offsets,
+            cu_seqlens_q_padded=offsets,
+            cu_seqlens_kv_padded=offsets,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
+
+    def attention_mask(self) -> torch.Tensor:
+        """Bool `[1, 1, S, S]`, True where attention is not allowed: causal, and within each sequence.
+
+        For attention that takes a mask; one that takes `packed_seq_params`, or is causal itself, needs none.
+        """
+        sequence = torch.repeat_interleave(torch.arange(len(self.lengths)), torch.tensor(self.lengths))
+        allowed = (sequence[:, None] == sequence[None, :]).tril()
+        return ~allowed[None, None]
+
+
+def _layout(
+    trajectories: Sequence[Trajectory], multiple: int, width: int | None, packed: bool
+) -> tuple[list[int], list[int], tuple[int, int]]:
+    """Padded length and first flat position of each sequence, and `(B, S)`."""
+    needed = [len(trajectory.prompt_ids) + len(trajectory) for trajectory in trajectories]
+    lengths = [-(-length // multiple) * multiple for length in needed]
+    least = sum(lengths) if packed else max(lengths)
+    if width is not None and (width < least or width % multiple):
+        raise ValueError(
+            f"width={width} does not fit trajectories of {needed} tokens{', packed' if packed else ''}: it has to be a "
+            f"multiple of {multiple} from {least} up."
+        )
+    size = width or least
+    if packed:
+        lengths[-1] += size - sum(lengths)
+        return lengths, [sum(lengths[:i]) for i in range(len(lengths))], (1, size)
+    return [size] * len(lengths), [size * i for i in range(len(lengths))], (len(lengths), size)
+
+
+def _route_batch(trajectories: Sequence[Trajectory], starts: Sequence[int], padding: np.ndarray) -> RouteBatch:
+    samples = [trajectory.routed_experts for trajectory in trajectories]
+    rows = np.full(padding.size, -1, dtype=np.int64)
+    first_row = 0
+    for sample, start in zip(samples, starts, strict=True):
+        rows[start : start + len(sample)] = np.arange(first_row, first_row + len(sample))
+        first_row += len(sample)
+    flat = RoutedExperts.concatenate(samples).take(rows)
+    routes = RouteBatch(
+        torch.from_numpy(flat.experts).view(*padding.shape, *flat.experts.shape[1:]),
+        torch.from_numpy(flat.captured).view(padding.shape),
+        torch.from_numpy(padding),
+    )
+    routes.layers = flat.layers
+    return routes
