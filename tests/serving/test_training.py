@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 import threading
@@ -109,11 +110,28 @@ def test_servers_that_do_not_fit_are_refused_at_construction(build, tiny_model_p
             build(tiny_model_path, top_k=20, **settings)
 
 
-def launch(processes, script, config, log):
-    """`accelerate launch` of a script on CPU processes."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_machines", "1"]
-    command += ["--mixed_precision", "no", "--dynamo_backend", "no", "--num_processes", str(processes)]
+TWO_CPU_RANKS = """
+compute_environment: LOCAL_MACHINE
+distributed_type: MULTI_GPU
+use_cpu: true
+num_machines: 1
+num_processes: 2
+machine_rank: 0
+mixed_precision: "no"
+"""
+
+
+def launch(folder, script, config, log):
+    """`accelerate launch` of a script on two CPU processes."""
+    (folder / "accelerate.yaml").write_text(TWO_CPU_RANKS)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    command += ["--config_file", str(folder / "accelerate.yaml"), "--main_process_port", str(port)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        environment.pop(name, None)
     return subprocess.Popen(
         [*command, str(script), json.dumps(config)], env=environment, stdout=log, stderr=subprocess.STDOUT
     )
@@ -128,14 +146,14 @@ def train_two_ranks(tmp_path, url, weights_dir, model, num_steps, disturb=lambda
             **SERVER,
             "vllm_server_base_url": url,
             "weight_sync_dir": str(weights_dir),
-            "vllm_server_timeout": 180.0,
+            "vllm_server_timeout": 400.0,
         },
     }
     with open(tmp_path / "log", "w") as log:
-        process = launch(2, Path(__file__).parent / "train_worker.py", config, log)
+        process = launch(tmp_path, Path(__file__).parent / "train_worker.py", config, log)
         disturber = threading.Thread(target=disturb, daemon=True)
         disturber.start()
-        code = process.wait(timeout=540)
+        code = process.wait(timeout=1500)
     assert code == 0, (tmp_path / "log").read_text()[-6000:]
     return [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
 
@@ -155,6 +173,7 @@ def check_two_ranks(ranks, num_steps):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_two_ranks_train_against_one_server(smollm2_path, tmp_path):
     with VLLMServe(smollm2_path, weights_dir=tmp_path, flags=["--max-model-len", "512"]) as server:
         (tmp_path / "out").mkdir()
@@ -163,6 +182,7 @@ def test_two_ranks_train_against_one_server(smollm2_path, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_two_ranks_train_on_through_faults_and_a_killed_server(smollm2_path, tmp_path):
     rng = random.Random(0)
     kinds = ["drop_request", "drop_response", "truncate", "flip", "flip_request", "status", "delay"]
