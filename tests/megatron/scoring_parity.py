@@ -28,15 +28,15 @@ from trl_support_replay.megatron import (
     split_scores,
     support_forward,
 )
-from trl_support_replay.traces import Trajectory
+from trl_support_replay.traces.columns import Trace
 
 OUTPUTS = ("logprobs", "support_entropy", "full_logprobs", "full_entropy", "log_mass")
 TEMPERATURE, WIDTH, MICRO_BATCHES = 0.7, 32, 2
 
 
-def trajectories(micro_batch: int) -> list[Trajectory]:
+def traces(micro_batch: int) -> list[Trace]:
     return [
-        recorded.random_trajectory(10 * micro_batch + i, vocab=VOCAB, num_layers=2, synthetic_eos=i == 1, longest=14)
+        recorded.random_trace(10 * micro_batch + i, vocab=VOCAB, num_layers=2, synthetic_eos=i == 1, longest=14)
         for i in range(2)
     ]
 
@@ -44,7 +44,7 @@ def trajectories(micro_batch: int) -> list[Trajectory]:
 def micro_batches(packed: bool) -> list[MicroBatch]:
     width = 2 * WIDTH if packed else WIDTH
     return [
-        MicroBatch.from_trajectories(trajectories(i), multiple=8, width=width, packed=packed, vocab_size=VOCAB)
+        MicroBatch.from_traces(traces(i), multiple=8, width=width, packed=packed, vocab_size=VOCAB)
         for i in range(MICRO_BATCHES)
     ]
 

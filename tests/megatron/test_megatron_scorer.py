@@ -98,8 +98,8 @@ def build(**settings: Any) -> GPTModel:
 
 
 def micro_batch(seed: int = 0) -> MicroBatch:
-    return MicroBatch.from_trajectories(
-        [recorded.random_trajectory(seed + i, vocab=VOCAB, num_layers=2, synthetic_eos=i == 0) for i in range(2)],
+    return MicroBatch.from_traces(
+        [recorded.random_trace(seed + i, vocab=VOCAB, num_layers=2, synthetic_eos=i == 0) for i in range(2)],
         width=20,
     )
 

@@ -1,4 +1,4 @@
-"""`MicroBatch`: recorded trajectories as the tokens, targets, supports and routes of one Megatron micro-batch."""
+"""`MicroBatch`: recorded traces as the tokens, targets, supports and routes of one Megatron micro-batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ..routing.batch import RouteBatch
-from ..traces.finalized import Trajectory
+from ..traces.columns import Trace
 from ..traces.routes import RoutedExperts
 from ..traces.support import SupportRows
 from .core import PackedSeqParams
@@ -66,7 +66,7 @@ class MicroBatch:
         routes: of all positions, for [`MegatronRouterReplay`]; `None` where none were recorded.
         lengths: of the sequences on the sequence axis, each with its padding: `(S,)`, or those packed end to end.
         num_loss_tokens: loss-bearing targets.
-        num_synthetic_eos: those among them that nobody sampled; at most one a trajectory.
+        num_synthetic_eos: those among them that nobody sampled; at most one a trace.
     """
 
     tokens: Tokens
@@ -76,9 +76,9 @@ class MicroBatch:
     num_synthetic_eos: int
 
     @classmethod
-    def from_trajectories(
+    def from_traces(
         cls,
-        trajectories: Sequence[Trajectory],
+        traces: Sequence[Trace],
         *,
         multiple: int = 1,
         width: int | None = None,
@@ -86,10 +86,10 @@ class MicroBatch:
         pad_token_id: int = 0,
         vocab_size: int | None = None,
     ) -> MicroBatch:
-        """Lay trajectories out, prompts and completions, with padding behind each.
+        """Lay traces out, prompts and completions, with padding behind each.
 
         Args:
-            trajectories: all with the same fields.
+            traces: with routes all, or none.
             multiple: every sequence is padded to a multiple of this; see [`SequenceShard.multiple`].
             width: `S`, for schedules that want all micro-batches alike. Default: as short as `multiple` allows.
             packed: one row with all sequences end to end, instead of one row each.
@@ -97,16 +97,17 @@ class MicroBatch:
             vocab_size: rows of the whole output layer, padded ones included, to check ids against.
 
         Raises:
-            ValueError: no trajectory, one without prompt, or one that does not fit `width`.
-            SupportError, TrajectoryError: a support without its sampled token, and other faults of a trajectory.
+            ValueError: no trace, one without prompt, one that does not fit `width`, or routes of some traces only.
+            SupportError, TraceSchemaError: a support without its sampled token, more loss-bearing tokens without
+                support than one at the very end, and other faults of a trace.
         """
-        if not trajectories:
-            raise ValueError("There is no trajectory to lay out.")
-        for i, trajectory in enumerate(trajectories):
-            trajectory.validate(vocab_size=vocab_size, where=f"trajectory {i}")
-            if not len(trajectory.prompt_ids):
-                raise ValueError(f"trajectory {i} has no prompt, so nothing predicts its first token.")
-        lengths, starts, shape = _layout(trajectories, multiple, width, packed)
+        if not traces:
+            raise ValueError("There is no trace to lay out.")
+        for i, trace in enumerate(traces):
+            trace.check(f"trace {i}", vocab_size)
+            if not len(trace.prompt_ids):
+                raise ValueError(f"trace {i} has no prompt, so nothing predicts its first token.")
+        lengths, starts, shape = _layout(traces, multiple, width, packed)
         num_positions = shape[0] * shape[1]
         input_ids = np.full(num_positions, pad_token_id, dtype=np.int64)
         position_ids = np.concatenate([np.arange(length) for length in lengths])
@@ -117,19 +118,19 @@ class MicroBatch:
         first_row = 0
         padding = np.ones(num_positions, dtype=bool)
         first_row = 0
-        for trajectory, start in zip(trajectories, starts, strict=True):
-            ids = np.concatenate([trajectory.prompt_ids, trajectory.completion_ids])
+        for trace, start in zip(traces, starts, strict=True):
+            ids = np.concatenate([trace.prompt_ids, trace.completion_ids])
             input_ids[start : start + len(ids)] = ids
             padding[start : start + len(ids)] = False
             target_ids[start : start + len(ids) - 1] = ids[1:]
             # The position before a token predicts it.
-            first = start + len(trajectory.prompt_ids) - 1
-            predicts = slice(first, first + len(trajectory))
-            loss_mask[predicts] = trajectory.loss_mask
-            logprobs[predicts] = trajectory.logprobs
-            rows[predicts] = np.arange(first_row, first_row + len(trajectory))
-            first_row += len(trajectory)
-        support = SupportRows.concatenate([trajectory.support for trajectory in trajectories]).take(rows)
+            first = start + len(trace.prompt_ids) - 1
+            predicts = slice(first, first + len(trace.completion_ids))
+            loss_mask[predicts] = trace.loss_mask
+            logprobs[predicts] = trace.sampling_logprobs
+            rows[predicts] = np.arange(first_row, first_row + len(trace.completion_ids))
+            first_row += len(trace.completion_ids)
+        support = SupportRows.concatenate([trace.supports for trace in traces]).take(rows)
         tokens = Tokens(
             torch.from_numpy(input_ids.reshape(shape)),
             torch.from_numpy(position_ids.reshape(shape)),
@@ -138,15 +139,16 @@ class MicroBatch:
             torch.from_numpy(logprobs.reshape(shape)),
             support,
         )
-        routes = None
-        if "routed_experts" in trajectories[0].side:
-            routes = _route_batch(trajectories, starts, padding.reshape(shape))
+        samples = [trace.routes for trace in traces if trace.routes is not None]
+        if samples and len(samples) < len(traces):
+            raise ValueError(f"{len(samples)} of {len(traces)} traces have routes; all must, or none.")
+        routes = _route_batch(samples, starts, padding.reshape(shape)) if samples else None
         return cls(
             tokens=tokens,
             routes=routes,
             lengths=tuple(lengths) if packed else (shape[1],),
             num_loss_tokens=int(loss_mask.sum()),
-            num_synthetic_eos=sum(trajectory.has_synthetic_eos for trajectory in trajectories),
+            num_synthetic_eos=int((loss_mask & (support.sizes == 0)).sum()),
         )
 
     def local(self, shard: SequenceShard) -> Tokens:
@@ -178,15 +180,15 @@ class MicroBatch:
 
 
 def _layout(
-    trajectories: Sequence[Trajectory], multiple: int, width: int | None, packed: bool
+    traces: Sequence[Trace], multiple: int, width: int | None, packed: bool
 ) -> tuple[list[int], list[int], tuple[int, int]]:
     """Padded length and first flat position of each sequence, and `(B, S)`."""
-    needed = [len(trajectory.prompt_ids) + len(trajectory) for trajectory in trajectories]
+    needed = [len(trace.prompt_ids) + len(trace.completion_ids) for trace in traces]
     lengths = [-(-length // multiple) * multiple for length in needed]
     least = sum(lengths) if packed else max(lengths)
     if width is not None and (width < least or width % multiple):
         raise ValueError(
-            f"width={width} does not fit trajectories of {needed} tokens{', packed' if packed else ''}: it has to be a "
+            f"width={width} does not fit traces of {needed} tokens{', packed' if packed else ''}: it has to be a "
             f"multiple of {multiple} from {least} up."
         )
     size = width or least
@@ -196,8 +198,7 @@ def _layout(
     return [size] * len(lengths), [size * i for i in range(len(lengths))], (len(lengths), size)
 
 
-def _route_batch(trajectories: Sequence[Trajectory], starts: Sequence[int], padding: np.ndarray) -> RouteBatch:
-    samples = [trajectory.routed_experts for trajectory in trajectories]
+def _route_batch(samples: Sequence[RoutedExperts], starts: Sequence[int], padding: np.ndarray) -> RouteBatch:
     rows = np.full(padding.size, -1, dtype=np.int64)
     first_row = 0
     for sample, start in zip(samples, starts, strict=True):
