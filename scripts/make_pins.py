@@ -72,7 +72,7 @@ def main() -> None:
         if not TORCH_BUILD.fullmatch(canonicalize_name(metadata["name"]))
     }
     version = ".".join(map(str, sys.version_info[:2]))
-    header = f"# Written by `make pins` from cpu.in, for Python {version}. Install torch.txt first, then this with --no-deps.\n"
+    header = f"# By `make pins` from cpu.in, for Python {version}. Install torch.txt first, then this with --no-deps.\n"
     body = "".join(f"{name}=={pins[name]}\n" for name in sorted(pins))
     (REQUIREMENTS / "cpu.txt").write_text(header + body)
     print(f"requirements/cpu.txt: {len(pins)} packages pinned.")

@@ -150,7 +150,7 @@ def check_supported(*optional: str) -> None:
     """Refuse versions that the trainer was not written for.
 
     Args:
-        optional: names of optional packages that are about to be used, for example `"vllm"`; they must be installed too.
+        optional: names of optional packages that are about to be used, for example `"vllm"`: they must be there too.
 
     Raises:
         UnsupportedVersionError: naming every package that does not fit, the version found, the supported range and the
@@ -242,5 +242,4 @@ def _capabilities(packages: tuple[PackageStatus, ...], device: str) -> tuple[Cap
         capability("adapters (PEFT)", [*core, by_name["peft"]], "LoRA on the policy"),
         capability("DeepSpeed ZeRO", [*core, by_name["deepspeed"]], "stages 1 to 3"),
         capability("Megatron bridge", [by_name["torch"], by_name["megatron-core"]], "scorer and router replay"),
-        capability("fused GPU kernels", core, "Triton", (device == "cpu", "needs a GPU; the CPU has its own path")),
     )

@@ -1,0 +1,7 @@
+"""`python -m trl_support_replay`: the same as the command `trl-support-replay`."""
+
+import sys
+
+from .cli import main
+
+sys.exit(main())

@@ -1,0 +1,51 @@
+"""What can be known to be wrong before a model is loaded."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from .offline import is_trace_dataset
+
+
+class InputError(ValueError):
+    """A dataset or folder that training cannot work with."""
+
+
+def check_dataset(dataset: Any, name: str) -> None:
+    """Refuse a training dataset without prompts.
+
+    Args:
+        dataset: a `datasets.Dataset` or `IterableDataset`; a streamed one may not know its columns yet.
+        name: what to call it.
+
+    Raises:
+        InputError: it has no `prompt` column and holds no traces either, or no rows.
+    """
+    columns = getattr(dataset, "column_names", None)
+    if columns is None:
+        return
+    if "prompt" not in columns and not is_trace_dataset(dataset):
+        raise InputError(
+            f"{name} has no 'prompt' column (it has: {', '.join(columns) or 'none'}). GRPO needs a prompt in each row: "
+            "rename the column that holds it, dataset.rename_column(old, 'prompt')."
+        )
+    if hasattr(dataset, "__len__") and len(dataset) == 0:
+        raise InputError(f"{name} has no rows.")
+
+
+def check_output_dir(output_dir: str | os.PathLike[str]) -> None:
+    """Refuse an output folder that cannot be written, before hours of training end in it.
+
+    Raises:
+        InputError: naming the folder and the reason.
+    """
+    folder = Path(output_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise InputError(f"output_dir={str(output_dir)!r} cannot be written: {error}. Name another folder.") from error
