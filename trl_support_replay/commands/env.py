@@ -29,18 +29,18 @@ def _print(found: EnvironmentReport) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    console = Console(markup=False, highlight=False)  # brackets are those of extras
     packages = Table(title=f"trl-support-replay {found.version}, device: {found.device}", title_justify="left")
-    for heading in ("package", "installed", "supported", ""):
+    for heading in ("package", "installed", "supported", "", "to install"):
         packages.add_column(heading, overflow="fold")
     for package in found.packages:
         installed = f"{package.version} ({package.distribution})" if package.distribution else "-"
         if package.distribution in (package.name, None):
             installed = package.version or "-"
-        state = (
-            "ok" if package.usable else "optional" if package.ok else "OUT OF RANGE" if package.version else "MISSING"
-        )
-        packages.add_row(package.name, installed, package.supported, f"{state}  {package.remedy}".rstrip())
+        state = "ok" if package.usable else "optional" if package.ok else "missing"
+        if package.version and not package.ok:
+            state = "out of range"
+        packages.add_row(package.name, installed, package.supported, state, package.remedy)
     console.print(packages)
     capabilities = Table(title="what works here", title_justify="left")
     for heading in ("capability", "", "how, or why not"):

@@ -74,7 +74,9 @@ def _input_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, OSError, ImportError) as error:
-        raise CommandError(str(error)) from error
+        if type(error).__module__.startswith("trl_support_replay."):
+            raise
+        raise CommandError(f"{error}\n(trl-support-replay --debug grpo ... shows where.)") from error
 
 
 def _parse(argv: Sequence[str]) -> tuple[Any, ...]:
@@ -90,8 +92,9 @@ def _parse(argv: Sequence[str]) -> tuple[Any, ...]:
             # The usage of some hundred options would hide the message.
             raise CommandError(f"{message}. See {_PROG} --help.")
 
+    dataclasses: Any = (GRPOScriptArguments, SupportReplayGRPOConfig, ModelConfig, DatasetMixtureConfig)
     parser = Parser(
-        (GRPOScriptArguments, SupportReplayGRPOConfig, ModelConfig, DatasetMixtureConfig),
+        dataclasses,
         prog=_PROG,
         usage=f"{_PROG} [--config FILE.yaml] [--accelerate_config NAME_OR_FILE] [options]",
         description=__doc__,
