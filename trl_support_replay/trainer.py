@@ -142,7 +142,7 @@ class SupportReplayGRPOTrainer(GRPOTrainer):
                     *engine_args,
                     settings=self.sampling_settings,
                     support_capture=args.support_capture,
-                    routed_experts=self.replays_routes,
+                    routers=(lambda: self._routes.of(self.model)) if self.replays_routes else None,
                     routes_missing=args.routes_missing,
                     recorder=lambda: self._recorder,
                     dtype=dtype,

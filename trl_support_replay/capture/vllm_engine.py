@@ -12,8 +12,9 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import trl.generation.vllm_generation as trl_vllm
 import trl.trainer.grpo_trainer as trl_grpo
@@ -22,12 +23,23 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from ..contract import SamplingSettings
 from ..rebind import rebound
+from ..traces.routes import RoutedExperts
+from ..traces.support import SupportRows
 from .recorder import SupportRecorder
-from .vllm_outputs import TIE_SLACK, read_flat_logprobs, read_sampling_mask
+from .vllm_outputs import TIE_SLACK, read_flat_logprobs, read_sampled_logprobs, read_sampling_mask
+from .vllm_routes import read_routed_experts
+
+if TYPE_CHECKING:
+    from ..routing import RouterReplay
 
 logger = logging.getLogger(__name__)
 
 _NATIVE_MASK_SINCE = Version("0.28")
+_CAPTURES = {
+    "native": "Supports are captured from vLLM's sampling mask.",
+    "logprobs": "Supports are captured from vLLM's processed log-probs.",
+    "sampled": "Nothing is truncated, so only the sampled tokens' log-probs are captured.",
+}
 
 
 def vllm_version() -> Version:
@@ -125,6 +137,9 @@ class SupportVLLMGeneration(EngineFixes):
     Args:
         settings: the sampling settings, already checked by the contract.
         support_capture: `"auto"`, `"native"` or `"logprobs"`.
+        routers: returns the policy's `RouterReplay`, to record which experts each token was routed to; `None` when
+            routes are not recorded.
+        routes_missing: `"error"` or `"live"`, for requests with fewer routes than tokens.
         recorder: returns the recorder of the current generation batch, or `None` when nothing is to be recorded
             (evaluation).
     """
@@ -134,14 +149,18 @@ class SupportVLLMGeneration(EngineFixes):
         *args: Any,
         settings: SamplingSettings,
         support_capture: str = "auto",
+        routers: Callable[[], RouterReplay] | None = None,
+        routes_missing: str = "error",
         recorder: Callable[[], SupportRecorder | None],
         **kwargs: Any,
     ):
         self._settings = settings
         self._recorder = recorder
-        self.capture = self._choose_capture(support_capture)
+        self._routers = routers
+        self._routes_missing = routes_missing
+        self.capture = self._choose_capture(support_capture) if settings.truncates else "sampled"
         super().__init__(*args, **kwargs)
-        logger.info("Supports are captured from vLLM's %s.", {"native": "sampling mask"}.get(self.capture, "log-probs"))
+        logger.info("%s", _CAPTURES[self.capture])
 
     @staticmethod
     def _choose_capture(asked: str) -> str:
@@ -157,18 +176,43 @@ class SupportVLLMGeneration(EngineFixes):
 
     def extra_engine_kwargs(self) -> dict[str, Any]:
         kwargs = super().extra_engine_kwargs()
+        if self._routers is not None:
+            kwargs["enable_return_routed_experts"] = True
         if self.capture == "native":
-            return {"return_sampling_mask": True} | kwargs
-        kwargs.setdefault("max_logprobs", self._settings.top_k + TIE_SLACK)
+            kwargs["return_sampling_mask"] = True
+        elif self.capture == "logprobs":
+            kwargs.setdefault("max_logprobs", self._settings.top_k + TIE_SLACK)
         return kwargs
 
     def _request_kwargs(self) -> dict[str, Any]:
         """Sampling parameters that make the engine report supports."""
-        if self.capture == "native":
+        if self.capture != "logprobs":
             return {"logprobs": 0}
         limit = self.llm.llm_engine.model_config.max_logprobs
         wanted = min(self._settings.top_k + TIE_SLACK, self.llm.llm_engine.model_config.get_vocab_size())
         return {"logprobs": wanted if limit < 0 else min(wanted, limit), "flat_logprobs": True}
+
+    def _read(self, completion: Any, request: str, trailing: bool) -> tuple[np.ndarray, SupportRows, int]:
+        if self.capture == "native":
+            return read_sampling_mask(completion, request, trailing)
+        if self.capture == "logprobs":
+            return read_flat_logprobs(completion, self._settings.top_k, request, trailing)
+        return read_sampled_logprobs(completion, request)
+
+    def _read_routes(self, output: Any, completion: Any, request: str, trailing: bool) -> RoutedExperts | None:
+        if self._routers is None:
+            return None
+        policy = self._routers()
+        return read_routed_experts(
+            output,
+            completion,
+            layers=policy.layers,
+            num_experts=policy.num_experts,
+            top_k=policy.top_k,
+            request=request,
+            missing=self._routes_missing,
+            trailing=trailing,
+        )
 
     def generate(self, *args: Any, **kwargs: Any) -> tuple:
         recorder = self._recorder()
@@ -184,13 +228,9 @@ class SupportVLLMGeneration(EngineFixes):
             for output in outputs:
                 for completion in output.outputs:
                     request = f"vLLM request {output.request_id}"
-                    if self.capture == "native":
-                        values, rows, repaired = read_sampling_mask(completion, request, trailing=stops)
-                    else:
-                        values, rows, repaired = read_flat_logprobs(
-                            completion, self._settings.top_k, request, trailing=stops
-                        )
-                    traced = recorder.add(completion.token_ids, values, rows, repaired)
+                    values, rows, repaired = self._read(completion, request, trailing=stops)
+                    routes = self._read_routes(output, completion, request, trailing=stops)
+                    traced = recorder.add(completion.token_ids, values, rows, repaired, routes)
                     logprobs.append([[x] for x in traced])
                     token_ids.append([[token] for token in completion.token_ids])
             return logprobs, token_ids
