@@ -51,7 +51,7 @@ def score(case, implementation, dtype, outputs):
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("outputs", [SUPPORT_OUTPUTS, tuple(NAMES)], ids=["support", "all"])
-@pytest.mark.parametrize("implementation", ["reference", "union", "from_logits"])
+@pytest.mark.parametrize("implementation", ["reference", "union", "sparse", "from_logits"])
 @pytest.mark.parametrize("name", CASES)
 def test_golden_values_and_gradients(name, implementation, outputs, dtype):
     case, tolerance = CASES[name], TOLERANCE[dtype]

@@ -14,7 +14,7 @@ from scoring_oracle import oracle_scores
 from trl_support_replay.scoring import LMHead, LoRAFactors, SupportCSR, score_support
 from trl_support_replay.scoring.support_scores import OUTPUTS
 
-FAST = ("union",)
+FAST = ("union", "sparse")
 
 
 def problem(seed, num_tokens, width, vocab, *, parts=(), dtype=torch.float64, max_size=6, allow_empty=True):

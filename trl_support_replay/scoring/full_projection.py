@@ -83,7 +83,7 @@ class FullProjection(torch.autograd.Function):
     the meaning of the statistics.
 
     Args of `apply`:
-        hidden, weight, bias, low_rank, lora_b: as in `UnionProduct`.
+        hidden, weight, bias, low_rank, lora_b: as in `PairProjection`.
         transform: from projection to logit.
         sampled: `[N]` int64, sampled ids relative to this shard's start.
         pairs: pairs whose logits are wanted besides.

@@ -15,7 +15,7 @@ def dense_projection(
     low_rank: torch.Tensor | None,
     lora_b: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`[N, V_local]` projection of all tokens on all head rows; arguments as in `UnionProduct`."""
+    """`[N, V_local]` projection of all tokens on all head rows; arguments as in `PairProjection`."""
     dtype = compute_dtype(hidden, weight)
     projection = hidden.to(dtype) @ weight.to(dtype).T
     if bias is not None:

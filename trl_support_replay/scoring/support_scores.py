@@ -15,18 +15,19 @@ import numpy as np
 import torch
 from torch.distributed import ProcessGroup
 
-from .candidates import CandidatePlan, SupportCSR
+from .candidates import SupportCSR
 from .collectives import max_over_group, share_with_group, sum_over_group
 from .full_projection import FullProjection, LogitTransform, TilePairs
 from .lm_head import LMHead, VocabShard
+from .pair_projection import PairProjection
+from .plan import CandidatePlan
 from .precision import compute_dtype, full_precision
 from .reference import dense_projection, full_statistics
 from .row_statistics import RowStatistics, SegmentPick, SegmentStatistics, segment_sum
-from .union_product import UnionProduct
 
 OUTPUTS = ("logprobs", "support_entropy", "full_logprobs", "full_entropy", "log_mass")
 FULL_OUTPUTS = frozenset(("full_logprobs", "full_entropy", "log_mass"))
-IMPLEMENTATIONS = ("auto", "reference", "union")
+IMPLEMENTATIONS = ("auto", "reference", "union", "sparse")
 EMPTY_ROWS = ("error", "full")
 
 
@@ -77,8 +78,9 @@ def score_support(
         temperature: the sampler's softmax temperature.
         outputs: names among those of `SupportScores`. `full_logprobs`, `full_entropy` and `log_mass` cost a projection
             on the whole vocabulary; the support's logits then come from the same projection.
-        implementation: "union" computes pairs only; "reference" is the slow one by which it is judged, and holds the
-            `[N, V]` logits; "auto" takes the fastest.
+        implementation: "union" projects blocks of tokens on all their candidates; "sparse" projects pairs one by one
+            where that costs less (CPU; weight in the precision of the scores); "reference" is the slow one by which
+            they are judged, and holds the `[N, V]` logits; "auto" takes the fastest.
         empty_rows: "error" refuses rows without recorded support; "full" scores them over the whole vocabulary, at the
             cost of a full projection for those rows.
 
@@ -93,7 +95,8 @@ def score_support(
     if hidden.shape[1] != head.weight.shape[1]:
         raise ValueError(f"hidden has width {hidden.shape[1]} and the head's weight {head.weight.shape[1]}.")
     transform = LogitTransform(head.logit_scale, head.softcap, temperature)
-    plan = _plan(support, head.shard, head.weight.shape[0], sampled_ids)
+    kernel = _kernel(implementation, hidden, head.weight)
+    plan = _plan(support, head.shard, head.weight.shape[0], sampled_ids, kernel)
     with full_precision(hidden.device):
         hidden, low_rank, lora_b = _shared_inputs(hidden, head)
         if implementation == "reference":
@@ -103,7 +106,7 @@ def score_support(
         inputs = (hidden, head.weight, head.bias, low_rank, lora_b)
         sampled = sampled_ids.long() - head.vocab_range[0]
         if FULL_OUTPUTS.isdisjoint(outputs):
-            pair_logits = transform(UnionProduct.apply(*inputs, plan))
+            pair_logits = transform(PairProjection.apply(*inputs, plan))
             full = None
             if len(plan.empty_rows):
                 rows = plan.empty_rows
@@ -141,15 +144,13 @@ def score_support_from_logits(
             f"The vocabulary shard [{shard.start}, {shard.stop}) has {shard.stop - shard.start} rows and the logits "
             f"{logits.shape[1]} columns."
         )
-    plan = _plan(support, shard, logits.shape[1], sampled_ids)
+    plan = _plan(support, shard, logits.shape[1], sampled_ids, "union")
     with full_precision(logits.device):
         logits = logits.to(compute_dtype(logits)) / temperature
         return _score_dense(logits, sampled_ids, plan, shard, outputs)
 
 
-def _shared_inputs(
-    hidden: torch.Tensor, head: LMHead
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+def _shared_inputs(hidden: torch.Tensor, head: LMHead) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """What all shards hold alike, with gradients summed over them: hidden states, and their low-rank projection."""
     reduces = head.shard is None or head.shard.reduce_hidden_grad
     lora_a = None if head.lora is None else head.lora.a
@@ -267,12 +268,24 @@ def _log_normaliser(rows: RowStatistics) -> torch.Tensor:
     return rows.max + rows.sum_exp.log()
 
 
-def _plan(support: SupportCSR, shard: VocabShard | None, num_vocab: int, sampled_ids: torch.Tensor) -> CandidatePlan:
+def _kernel(implementation: str, hidden: torch.Tensor, weight: torch.Tensor) -> str:
+    can_sparse = weight.device.type == "cpu" and weight.dtype == compute_dtype(hidden, weight)
+    if implementation == "sparse" and not can_sparse:
+        raise ValueError(
+            f"implementation='sparse' needs a weight in {compute_dtype(hidden, weight)} on a CPU, not {weight.dtype} "
+            f"on {weight.device}. Use 'union' or 'auto'."
+        )
+    return "sparse" if can_sparse and implementation in ("auto", "sparse") else "union"
+
+
+def _plan(
+    support: SupportCSR, shard: VocabShard | None, num_vocab: int, sampled_ids: torch.Tensor, kernel: str
+) -> CandidatePlan:
     if shard is None:
         if sampled_ids.device.type == "cpu":
             support.validate(sampled_ids, num_vocab)
-        return support.plan(0, num_vocab)
-    return support.plan(shard.start, shard.stop)
+        return support.plan(0, num_vocab, kernel)
+    return support.plan(shard.start, shard.stop, kernel)
 
 
 def _check(
@@ -306,10 +319,10 @@ def _check(
 
 def _check_hits(hit_counts: torch.Tensor, plan: CandidatePlan) -> None:
     message = "A sampled token is not among the ids of its support."
-    if hit_counts.device.type == "cpu":
+    contained = (hit_counts == 1).all()
+    if hit_counts.device.type != "cpu":
+        torch._assert_async(contained, message)
+    elif not contained:
         missing = (hit_counts != 1).nonzero()
-        if len(missing):
-            row = plan.host_rows[int(missing[0, 0])]
-            raise ValueError(f"{message} First: token {row}; so for {len(missing)} of {len(plan.singletons)} tokens.")
-    else:
-        torch._assert_async((hit_counts == 1).all(), message)
+        row = plan.host_rows[int(missing[0, 0])]
+        raise ValueError(f"{message} First: token {row}; so for {len(missing)} of {len(plan.singletons)} tokens.")
