@@ -21,7 +21,7 @@ case $version in
   *) fail "'$python' is Python $version, and the pins in requirements/ are for 3.11. Name one: make PYTHON=python3.11 ..." ;;
 esac
 
-stamp="$(cat requirements/torch.txt requirements/cpu.txt | sha256sum | cut -c -64) python $version"
+stamp="$(grep -hv "^#" requirements/torch.txt requirements/cpu.txt | sha256sum | cut -c -64) python $version"
 if [ -f "$venv/pins.stamp" ]; then
   if [ "$(cat "$venv/pins.stamp")" = "$stamp" ] && [ -x "$venv/bin/python" ]; then
     exit 0
