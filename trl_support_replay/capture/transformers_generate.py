@@ -45,6 +45,7 @@ class ScoresRecorder(LogitsProcessor):
             self._alive = torch.ones(len(input_ids), dtype=torch.bool, device=scores.device)
         else:
             drawn = input_ids[:, -1:]
+            assert self._alive is not None
             self._alive &= ~torch.isin(drawn[:, 0], self._eos.to(drawn.device))
             self._logprobs.append(self._last.gather(1, drawn)[:, 0].double().cpu().numpy())
         # `generate` draws from softmax(scores), in the scores' own data type (float32).

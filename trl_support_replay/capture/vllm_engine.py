@@ -18,7 +18,9 @@ import numpy as np
 import torch
 import trl.generation.vllm_generation as trl_vllm
 import trl.trainer.grpo_trainer as trl_grpo
+from accelerate.utils import is_peft_model
 from packaging.version import Version
+from transformers.core_model_loading import revert_weight_conversion
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..contract import SamplingSettings
@@ -26,6 +28,7 @@ from ..rebind import rebound
 from ..traces.routes import RoutedExperts
 from ..traces.support import SupportRows
 from .recorder import SupportRecorder
+from .vllm_cpu import repack_on_cpu
 from .vllm_outputs import TIE_SLACK, read_flat_logprobs, read_sampled_logprobs, read_sampling_mask
 from .vllm_routes import read_routed_experts
 
@@ -56,7 +59,23 @@ def _on_cpu() -> bool:
     return current_platform.is_cpu()
 
 
-class EngineFixes(VLLMGeneration):
+class CheckpointWeights(VLLMGeneration):
+    """TRL's engine, given weights under the names and shapes of a checkpoint, which is what vLLM loads.
+
+    Transformers holds the experts of a layer in one tensor, `[experts, ...]`; a checkpoint has one tensor an expert.
+    """
+
+    def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
+        base = self.accelerator.unwrap_model(self.model)
+        base = base.get_base_model() if is_peft_model(base) else base
+        for name, parameter in super()._iter_named_params():
+            if parameter.dim() > 2:
+                yield from revert_weight_conversion(base, {name: parameter}).items()
+            else:
+                yield name, parameter
+
+
+class EngineFixes(CheckpointWeights):
     """TRL's engine with the policy's data type and a weight sync that works on a CPU.
 
     Args:
@@ -122,12 +141,10 @@ class EngineFixes(VLLMGeneration):
 
     def _reload_on_cpu(self) -> None:
         # `load_weights`, which TRL calls, fails on weights that the CPU backend has repacked; a layerwise reload
-        # unpacks them first. A tied head shares the embedding's storage but keeps a packed copy of its own.
+        # unpacks them first.
         runner = self.llm.llm_engine.model_executor.driver_worker.model_runner
         runner.reload_weights(weights_iterator=self._iter_named_params())
-        head = getattr(runner.get_model(), "lm_head", None)
-        if head is not None and hasattr(head, "quant_method"):
-            head.quant_method.process_weights_after_loading(head)
+        repack_on_cpu(runner.get_model())
         self.llm.reset_prefix_cache()
 
 

@@ -12,13 +12,13 @@ from urllib.parse import urlsplit, urlunsplit
 
 import numpy as np
 from accelerate.utils import broadcast_object_list
-from trl.generation.vllm_generation import VLLMGeneration
 
 from ..serving.pool import ServerPool, new_request_id
 from ..serving.protocol import GenerateRequest, Sample
 from ..serving.transport import Retry
 from ..serving.weights import VersionedWeights
 from .recorder import SupportRecorder
+from .vllm_engine import CheckpointWeights
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class WeightsMixError(RuntimeError):
     """Samples of one generation batch come from different versions of the weights."""
 
 
-class SupportVLLMServerGeneration(VLLMGeneration):
+class SupportVLLMServerGeneration(CheckpointWeights):
     """TRL's client of a vLLM server that also records the support of every sampled token.
 
     Each process asks the servers for its own prompts and receives nothing else, so nothing passes between processes
