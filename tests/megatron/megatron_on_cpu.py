@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import runpy
 import sys
 import warnings
@@ -68,6 +69,16 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     return create
 
 
+def _type_on_gpu(of: Callable[..., Any]) -> Callable[..., Any]:
+    """The optimizer checks by name that gradients are CUDA tensors."""
+
+    def type_name(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        name = of(tensor, *args, **kwargs)
+        return name.replace("torch.", "torch.cuda.") if isinstance(name, str) else name
+
+    return type_name
+
+
 def _no_compile(function: Any = None, **kwargs: Any) -> Any:
     return function if function is not None else lambda f: f
 
@@ -98,6 +109,7 @@ def megatron_on_cpu() -> Iterator[None]:
         put(torch, "compile", _no_compile)
         for name in _FACTORIES:
             put(torch, name, _on_cpu(getattr(torch, name)))
+        put(torch.Tensor, "type", _type_on_gpu(torch.Tensor.type))
         put(torch.Tensor, "cuda", lambda self, *args, **kwargs: self)
         cuda = torch.cuda
         put(cuda, "current_device", lambda: _CPU)
@@ -133,5 +145,6 @@ def megatron_on_cpu() -> Iterator[None]:
 
 if __name__ == "__main__":
     _, *sys.argv = sys.argv
+    sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))  # as if the script had been started itself
     with megatron_on_cpu():
         runpy.run_path(sys.argv[0], run_name="__main__")
