@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from scoring_oracle import oracle_scores, scores_from_logits
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.scoring.oracle import oracle_scores, scores_from_logits
 from trl_support_replay.scoring import LMHead, LoRAFactors, SupportCSR, score_support, score_support_from_logits
 from trl_support_replay.scoring.support_scores import FULL_OUTPUTS, OUTPUTS
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scoring_oracle import oracle_scores
 
+from tests.scoring.oracle import oracle_scores
 from trl_support_replay.scoring import LMHead, LoRAFactors, SupportCSR, score_support
 from trl_support_replay.scoring.support_scores import OUTPUTS
 

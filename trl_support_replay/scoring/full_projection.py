@@ -1,4 +1,4 @@
-"""Statistics over the whole vocabulary, and the logits of given pairs, from one projection made in tiles."""
+"""Statistics over the whole vocabulary, and the projections of given pairs, from one projection made in tiles."""
 
 from __future__ import annotations
 
@@ -8,37 +8,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.autograd.function import once_differentiable
 
-from .precision import compute_dtype, full_precision
+from .pair_projection import zero_matrix
+from .plan import to_device
+from .projection import Gradients, LogitTransform, Projection
+from .row_statistics import RowStatistics
 
 TILE_TOKENS = 512
 TILE_VOCAB = 8192
 
 
 @dataclass(frozen=True)
-class LogitTransform:
-    """From projection to logit: `softcap * tanh(logit_scale * y / softcap) / temperature`."""
-
-    logit_scale: float = 1.0
-    softcap: float | None = None
-    temperature: float = 1.0
-
-    def __call__(self, projection: torch.Tensor) -> torch.Tensor:
-        if self.softcap is None:
-            return projection * (self.logit_scale / self.temperature)
-        return torch.tanh(projection * (self.logit_scale / self.softcap)) * (self.softcap / self.temperature)
-
-    def grad_(self, logits: torch.Tensor, grad_logits: torch.Tensor) -> torch.Tensor:
-        """Turn the gradient of the logits into that of the projection, in place."""
-        if self.softcap is not None:
-            grad_logits *= 1 - (logits * (self.temperature / self.softcap)) ** 2
-        return grad_logits.mul_(self.logit_scale / self.temperature)
-
-
-@dataclass(frozen=True)
 class TilePairs:
-    """Pairs whose logits are read off the tiles, sorted by tile.
+    """Pairs whose projections are read off the tiles, sorted by tile.
 
     Attributes:
         order: `[P]` int64, place of each sorted pair in the caller's order.
@@ -59,162 +41,141 @@ class TilePairs:
         cls, rows: np.ndarray, ids: np.ndarray, num_tokens: int, num_vocab: int, device: torch.device
     ) -> TilePairs:
         """Args: `rows` and `ids` `[P]`, token and local vocabulary row of each pair."""
-        across = max(1, -(-num_vocab // TILE_VOCAB))
+        across = -(-num_vocab // TILE_VOCAB)
         down = -(-num_tokens // TILE_TOKENS)
         tile = rows // TILE_TOKENS * across + ids // TILE_VOCAB
         order = np.argsort(tile, kind="stable")
         starts = np.searchsorted(tile[order], np.arange(down * across + 1))
-        packed = np.stack([order, rows[order] % TILE_TOKENS, ids[order] % TILE_VOCAB])
-        tensors = torch.from_numpy(packed)
-        if device.type == "cuda":
-            tensors = tensors.pin_memory()
-        places, rows_in_tile, ids_in_tile = tensors.to(device, non_blocking=True).unbind(0)
-        return cls(places, rows_in_tile, ids_in_tile, starts.tolist())
+        packed = to_device(np.stack([order, rows[order] % TILE_TOKENS, ids[order] % TILE_VOCAB]), device)
+        return cls(packed[0], packed[1], packed[2], starts.tolist())
+
+
+def project_vocabulary(
+    inputs: Projection, transform: LogitTransform, sampled: torch.Tensor, pairs: TilePairs | None
+) -> tuple[RowStatistics, torch.Tensor | None]:
+    """Statistics of all tokens over this shard's whole vocabulary, and the pairs' projections `[P]`.
+
+    No more than one tile of logits is held at a time.
+
+    Args:
+        sampled: `[N]` int64, sampled ids relative to this shard's start; those outside belong to other shards.
+        pairs: pairs whose projections are wanted besides.
+    """
+    sum_exp, sum_zexp, target = inputs.hidden.new_zeros(3, len(inputs.hidden), dtype=inputs.dtype).unbind()
+    maximum = torch.full_like(target, -math.inf)
+    picked = None if pairs is None else torch.empty(len(pairs.order), dtype=inputs.dtype, device=target.device)
+    if len(inputs.hidden) == 0:
+        return RowStatistics(maximum, sum_exp, sum_zexp, target), picked
+    for j, vocab in enumerate(vocab_spans := _spans(len(inputs.weight), TILE_VOCAB)):
+        head = _HeadRows(inputs, vocab)
+        for i, tokens in enumerate(_spans(len(inputs.hidden), TILE_TOKENS)):
+            projection, _, _ = head.project(inputs, tokens)  # [n, v]
+            if pairs is not None and picked is not None:
+                here = pairs.of_tile(i * len(vocab_spans) + j)
+                picked[pairs.order[here]] = projection[pairs.rows[here], pairs.ids[here]]
+            logits = transform(projection)
+            column, inside = _target_column(sampled[tokens], vocab)
+            target[tokens] += torch.where(inside, logits.gather(1, column).squeeze(1), 0)
+            new_max = torch.maximum(maximum[tokens], logits.amax(dim=1))
+            logits -= new_max[:, None]
+            exp = logits.exp()
+            # Before the first tile the sums are 0 and their maximum minus infinity.
+            shift = torch.where(maximum[tokens] == -math.inf, 0, maximum[tokens] - new_max)
+            scale = shift.exp()
+            sum_zexp[tokens] = (sum_zexp[tokens] + shift * sum_exp[tokens]) * scale
+            sum_zexp[tokens] += torch.linalg.vecdot(exp, logits)
+            sum_exp[tokens] = sum_exp[tokens] * scale + exp.sum(dim=1)
+            maximum[tokens] = new_max
+    return RowStatistics(maximum, sum_exp, sum_zexp, target), picked
+
+
+def vocabulary_gradients(
+    grad: RowStatistics,
+    maximum: torch.Tensor,
+    grad_picked: torch.Tensor | None,
+    inputs: Projection,
+    transform: LogitTransform,
+    sampled: torch.Tensor,
+    pairs: TilePairs | None,
+    total: Gradients,
+) -> None:
+    """Set the wanted gradients to those of `project_vocabulary`; projects again, tile by tile.
+
+    Args:
+        grad: gradients of the statistics; that of the maximum is not looked at.
+        maximum: `[N]`, as forward found it.
+        grad_picked: `[P]`, gradient of the pairs' projections, or `None` for 0.
+    """
+    needs, dtype = total.needs, inputs.dtype
+    # A token's gradient adds up over all vocabulary tiles. A head row's is complete after its own tile, so it is
+    # rounded to the weight's dtype one tile at a time.
+    if needs.hidden:
+        total.hidden = torch.zeros_like(inputs.hidden, dtype=dtype)
+    if needs.low_rank and inputs.low_rank is not None:
+        total.low_rank = torch.zeros_like(inputs.low_rank, dtype=dtype)
+    if needs.weight:
+        total.weight = zero_matrix(inputs.weight)
+    if needs.lora_b and inputs.lora_b is not None:
+        total.lora_b = torch.zeros_like(inputs.lora_b)
+    if needs.bias and inputs.bias is not None:
+        total.bias = torch.zeros_like(inputs.bias, dtype=dtype)
+    grad_picked = None if grad_picked is None or pairs is None else grad_picked[pairs.order]
+    constant = grad.sum_exp + grad.sum_zexp
+    for j, vocab in enumerate(vocab_spans := _spans(len(inputs.weight), TILE_VOCAB)):
+        head = _HeadRows(inputs, vocab)
+        weight_sum, lora_sum = (
+            None if x is None else torch.zeros_like(x[vocab], dtype=dtype) for x in (total.weight, total.lora_b)
+        )
+        for i, tokens in enumerate(_spans(len(inputs.hidden), TILE_TOKENS)):
+            projection, states, low_rank = head.project(inputs, tokens)
+            logits = transform(projection)
+            shifted = logits - maximum[tokens, None]
+            tile = shifted.exp() * torch.addcmul(constant[tokens, None], grad.sum_zexp[tokens, None], shifted)
+            column, inside = _target_column(sampled[tokens], vocab)
+            tile.scatter_add_(1, column, torch.where(inside, grad.target[tokens], 0)[:, None])
+            transform.grad_(logits, tile)
+            if grad_picked is not None and pairs is not None:
+                here = pairs.of_tile(i * len(vocab_spans) + j)
+                tile.view(-1)[pairs.rows[here] * tile.shape[1] + pairs.ids[here]] += grad_picked[here]
+            if total.hidden is not None:
+                total.hidden[tokens].addmm_(tile, head.weight)
+            if total.low_rank is not None:
+                total.low_rank[tokens].addmm_(tile, head.lora_b)
+            if weight_sum is not None:
+                weight_sum.addmm_(tile.T, states)
+            if lora_sum is not None and low_rank is not None:
+                lora_sum.addmm_(tile.T, low_rank)
+            if total.bias is not None:
+                total.bias[vocab] += tile.sum(dim=0)
+        for whole, part in ((total.weight, weight_sum), (total.lora_b, lora_sum)):
+            if whole is not None and part is not None:
+                whole[vocab] = part.to(whole.dtype)
+
+
+class _HeadRows:
+    """The head's rows of one vocabulary tile, in the dtype of sums."""
+
+    def __init__(self, inputs: Projection, vocab: slice) -> None:
+        self.weight: Any
+        self.lora_b: Any
+        self.weight, self.bias, self.lora_b = (
+            None if x is None else x[vocab].to(inputs.dtype) for x in (inputs.weight, inputs.bias, inputs.lora_b)
+        )
+
+    def project(self, inputs: Projection, tokens: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """The tile's projections `[n, v]`, and the hidden states and low-rank states that they were made of."""
+        states = inputs.hidden[tokens].to(inputs.dtype)
+        low_rank = None if inputs.low_rank is None else inputs.low_rank[tokens].to(inputs.dtype)
+        projection = states @ self.weight.T
+        if self.bias is not None:
+            projection += self.bias
+        if low_rank is not None and self.lora_b is not None:
+            projection.addmm_(low_rank, self.lora_b.T)
+        return projection, states, low_rank
 
 
 def _spans(length: int, step: int) -> list[slice]:
     return [slice(start, min(start + step, length)) for start in range(0, length, step)]
-
-
-class FullProjection(torch.autograd.Function):
-    """`(pair_logits, max, sum_exp, sum_zexp, target)` of all tokens over this shard's whole vocabulary.
-
-    No more than one tile of logits is held at a time; backward projects again, tile by tile. See `row_statistics` for
-    the meaning of the statistics.
-
-    Args of `apply`:
-        hidden, weight, bias, low_rank, lora_b: as in `PairProjection`.
-        transform: from projection to logit.
-        sampled: `[N]` int64, sampled ids relative to this shard's start.
-        pairs: pairs whose logits are wanted besides.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        low_rank: torch.Tensor | None,
-        lora_b: torch.Tensor | None,
-        transform: LogitTransform,
-        sampled: torch.Tensor,
-        pairs: TilePairs,
-    ) -> tuple[torch.Tensor, ...]:
-        dtype = compute_dtype(hidden, weight)
-        ctx.transform, ctx.pairs, ctx.dtype = transform, pairs, dtype
-        num_tokens = len(hidden)
-        sum_exp, sum_zexp, target = hidden.new_zeros(3, num_tokens, dtype=dtype).unbind()
-        maximum = torch.full_like(target, -math.inf)
-        picked = hidden.new_empty(len(pairs.order), dtype=dtype)
-        with full_precision(hidden.device):
-            for j, vocab in enumerate(vocab_spans := _spans(len(weight), TILE_VOCAB)):
-                weight_rows, bias_rows, lora_rows = _rows(vocab, dtype, weight, bias, lora_b)
-                for i, tokens in enumerate(_spans(num_tokens, TILE_TOKENS)):
-                    states, low = _rows(tokens, dtype, hidden, low_rank)
-                    logits = transform(_project(states, weight_rows, bias_rows, low, lora_rows))
-                    here = pairs.of_tile(i * len(vocab_spans) + j)
-                    picked[pairs.order[here]] = logits[pairs.rows[here], pairs.ids[here]]
-                    column, inside = _target_column(sampled[tokens], vocab)
-                    target[tokens] += torch.where(inside, logits.gather(1, column).squeeze(1), 0)
-                    new_max = torch.maximum(maximum[tokens], logits.amax(dim=1))
-                    logits -= new_max[:, None]
-                    exp = logits.exp()
-                    # Before the first tile the sums are 0 and their maximum minus infinity.
-                    shift = torch.where(maximum[tokens] == -math.inf, 0, maximum[tokens] - new_max)
-                    scale = shift.exp()
-                    sum_zexp[tokens] = (sum_zexp[tokens] + shift * sum_exp[tokens]) * scale
-                    sum_zexp[tokens] += torch.linalg.vecdot(exp, logits)
-                    sum_exp[tokens] = sum_exp[tokens] * scale + exp.sum(dim=1)
-                    maximum[tokens] = new_max
-        ctx.save_for_backward(hidden, weight, bias, low_rank, lora_b, sampled, maximum)
-        ctx.mark_non_differentiable(maximum)
-        return picked, maximum, sum_exp, sum_zexp, target
-
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any,
-        grad_picked: torch.Tensor,
-        _: Any,
-        grad_sum: torch.Tensor,
-        grad_zsum: torch.Tensor,
-        grad_target: torch.Tensor,
-    ) -> tuple[torch.Tensor | None, ...]:
-        *inputs, sampled, maximum = ctx.saved_tensors
-        hidden, weight, bias, low_rank, lora_b = inputs
-        pairs, dtype, transform = ctx.pairs, ctx.dtype, ctx.transform
-        grad_picked = grad_picked[pairs.order]
-        # A token's gradient adds up over all vocabulary tiles. A head row's is complete after its own tile, so it is
-        # rounded to the weight's dtype one tile at a time.
-        grad_hidden, grad_low_rank = (
-            torch.zeros(x.shape, dtype=dtype, device=x.device) if ctx.needs_input_grad[i] else None
-            for i, x in ((0, hidden), (3, low_rank))
-        )
-        grad_weight, grad_bias, grad_lora_b = (
-            torch.empty_like(x) if ctx.needs_input_grad[i] else None for i, x in ((1, weight), (2, bias), (4, lora_b))
-        )
-        with full_precision(hidden.device):
-            for j, vocab in enumerate(vocab_spans := _spans(len(weight), TILE_VOCAB)):
-                weight_rows, bias_rows, lora_rows = _rows(vocab, dtype, weight, bias, lora_b)
-                weight_sum, bias_sum, lora_sum = (
-                    None if x is None else torch.zeros(x[vocab].shape, dtype=dtype, device=x.device)
-                    for x in (grad_weight, grad_bias, grad_lora_b)
-                )
-                for i, tokens in enumerate(_spans(len(hidden), TILE_TOKENS)):
-                    states, low = _rows(tokens, dtype, hidden, low_rank)
-                    logits = transform(_project(states, weight_rows, bias_rows, low, lora_rows))
-                    shifted = logits - maximum[tokens, None]
-                    grad = shifted.exp() * torch.addcmul(
-                        (grad_sum + grad_zsum)[tokens, None], grad_zsum[tokens, None], shifted
-                    )
-                    column, inside = _target_column(sampled[tokens], vocab)
-                    grad.scatter_add_(1, column, torch.where(inside, grad_target[tokens], 0)[:, None])
-                    here = pairs.of_tile(i * len(vocab_spans) + j)
-                    grad.view(-1)[pairs.rows[here] * grad.shape[1] + pairs.ids[here]] += grad_picked[here]
-                    transform.grad_(logits, grad)
-                    if grad_hidden is not None:
-                        grad_hidden[tokens].addmm_(grad, weight_rows)
-                    if grad_low_rank is not None:
-                        grad_low_rank[tokens].addmm_(grad, lora_rows)
-                    if weight_sum is not None:
-                        weight_sum.addmm_(grad.T, states)
-                    if bias_sum is not None:
-                        bias_sum += grad.sum(dim=0)
-                    if lora_sum is not None:
-                        lora_sum.addmm_(grad.T, low)
-                for whole, part in ((grad_weight, weight_sum), (grad_bias, bias_sum), (grad_lora_b, lora_sum)):
-                    if whole is not None and part is not None:
-                        whole[vocab] = part
-        return (
-            None if grad_hidden is None else grad_hidden.to(hidden.dtype),
-            grad_weight,
-            grad_bias,
-            None if grad_low_rank is None else grad_low_rank.to(low_rank.dtype),
-            grad_lora_b,
-            None,
-            None,
-            None,
-        )
-
-
-def _rows(vocab: slice, dtype: torch.dtype, *tensors: torch.Tensor | None) -> list[Any]:
-    return [None if x is None else x[vocab].to(dtype) for x in tensors]
-
-
-def _project(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    low_rank: torch.Tensor | None,
-    lora_b: torch.Tensor | None,
-) -> torch.Tensor:
-    product = hidden @ weight.T
-    if bias is not None:
-        product += bias
-    if low_rank is not None and lora_b is not None:
-        product.addmm_(low_rank, lora_b.T)
-    return product
 
 
 def _target_column(sampled: torch.Tensor, vocab: slice) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from .precision import compute_dtype
+from .projection import Projection
 from .row_statistics import RowStatistics
 
 
-def dense_projection(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    low_rank: torch.Tensor | None,
-    lora_b: torch.Tensor | None,
-) -> torch.Tensor:
-    """`[N, V_local]` projection of all tokens on all head rows; arguments as in `PairProjection`."""
-    dtype = compute_dtype(hidden, weight)
-    projection = hidden.to(dtype) @ weight.to(dtype).T
-    if bias is not None:
-        projection = projection + bias.to(dtype)
-    if low_rank is not None and lora_b is not None:
-        projection = projection + low_rank.to(dtype) @ lora_b.to(dtype).T
+def dense_projection(inputs: Projection) -> torch.Tensor:
+    """`[N, V_local]` projection of all tokens on all head rows."""
+    dtype = inputs.dtype
+    projection = inputs.hidden.to(dtype) @ inputs.weight.to(dtype).T
+    if inputs.bias is not None:
+        projection = projection + inputs.bias.to(dtype)
+    if inputs.low_rank is not None and inputs.lora_b is not None:
+        projection = projection + inputs.low_rank.to(dtype) @ inputs.lora_b.to(dtype).T
     return projection
 
 
@@ -32,6 +28,9 @@ def full_statistics(logits: torch.Tensor, sampled: torch.Tensor) -> RowStatistic
         logits: `[N, V_local]`.
         sampled: `[N]` int64, ids relative to the shard's start; those outside belong to other shards.
     """
+    if logits.shape[1] == 0:
+        nothing = logits.sum(dim=1)
+        return RowStatistics(torch.full_like(nothing, -math.inf), nothing, nothing, nothing)
     maximum = logits.detach().amax(dim=1)
     shifted = logits - maximum[:, None]
     exp = shifted.exp()

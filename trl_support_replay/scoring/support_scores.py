@@ -17,11 +17,11 @@ from torch.distributed import ProcessGroup
 
 from .candidates import SupportCSR
 from .collectives import max_over_group, share_with_group, sum_over_group
-from .full_projection import FullProjection, LogitTransform, TilePairs
+from .head_projection import HeadProjection
 from .lm_head import LMHead, VocabShard
-from .pair_projection import PairProjection
 from .plan import CandidatePlan
 from .precision import compute_dtype, full_precision
+from .projection import LogitTransform, Projection
 from .reference import dense_projection, full_statistics
 from .row_statistics import RowStatistics, SegmentPick, SegmentStatistics, segment_sum
 
@@ -100,22 +100,16 @@ def score_support(
     with full_precision(hidden.device):
         hidden, low_rank, lora_b = _shared_inputs(hidden, head)
         if implementation == "reference":
-            logits = transform(dense_projection(hidden, head.weight, head.bias, low_rank, lora_b))
+            logits = transform(dense_projection(Projection(hidden, head.weight, head.bias, low_rank, lora_b)))
             return _score_dense(logits, sampled_ids, plan, head.shard, outputs)
 
-        inputs = (hidden, head.weight, head.bias, low_rank, lora_b)
         sampled = sampled_ids.long() - head.vocab_range[0]
-        if FULL_OUTPUTS.isdisjoint(outputs):
-            pair_logits = transform(PairProjection.apply(*inputs, plan))
-            full = None
-            if len(plan.empty_rows):
-                rows = plan.empty_rows
-                low_rank = None if low_rank is None else low_rank[rows]
-                inputs = (hidden[rows], head.weight, head.bias, low_rank, lora_b)
-                _, full = _full_statistics(inputs, transform, sampled[rows], None)
-        else:
-            pair_logits, full = _full_statistics(inputs, transform, sampled, plan)
-        return _finish(pair_logits, full, sampled, plan, head.group, outputs, len(hidden))
+        whole = not FULL_OUTPUTS.isdisjoint(outputs)
+        pairs, maximum, sum_exp, sum_zexp, target = HeadProjection.apply(
+            plan, transform, sampled, whole, hidden, head.weight, head.bias, low_rank, lora_b
+        )
+        full = RowStatistics(maximum, sum_exp, sum_zexp, target)
+        return _finish(transform(pairs), full, sampled, plan, head.group, outputs, len(hidden))
 
 
 def score_support_from_logits(
@@ -175,29 +169,16 @@ def _score_dense(
 ) -> SupportScores:
     sampled = sampled_ids.long() - (0 if shard is None else shard.start)
     pair_logits = logits[plan.rows[plan.pair_rows], plan.pair_ids]
-    full = None
-    if not FULL_OUTPUTS.isdisjoint(outputs):
-        full = full_statistics(logits, sampled)
-    elif len(plan.empty_rows):
+    if FULL_OUTPUTS.isdisjoint(outputs):
         full = full_statistics(logits[plan.empty_rows], sampled[plan.empty_rows])
+    else:
+        full = full_statistics(logits, sampled)
     return _finish(pair_logits, full, sampled, plan, None if shard is None else shard.group, outputs, len(logits))
-
-
-def _full_statistics(
-    inputs: tuple, transform: LogitTransform, sampled: torch.Tensor, plan: CandidatePlan | None
-) -> tuple[torch.Tensor, RowStatistics]:
-    hidden, weight = inputs[:2]
-    rows = ids = np.zeros(0, dtype=np.int64)
-    if plan is not None:
-        rows, ids = plan.host_rows[plan.host_pair_rows], plan.host_pair_ids
-    pairs = TilePairs.build(rows, ids, len(hidden), len(weight), hidden.device)
-    pair_logits, *statistics = FullProjection.apply(*inputs, transform, sampled, pairs)
-    return pair_logits, RowStatistics(*statistics)
 
 
 def _finish(
     pair_logits: torch.Tensor,
-    full: RowStatistics | None,
+    full: RowStatistics,
     sampled: torch.Tensor,
     plan: CandidatePlan,
     group: ProcessGroup | None,
@@ -212,30 +193,30 @@ def _finish(
     maximum, sum_exp, sum_zexp = SegmentStatistics.apply(pair_logits, plan.pair_rows, plan.row_offsets)
     target = SegmentPick.apply(pair_logits, hits, plan.pair_rows, plan.row_offsets)
     support = RowStatistics(maximum, sum_exp, sum_zexp, target)
-    parts = [support] if full is None else [support, full]
     hit_counts = segment_sum(hits.to(pair_logits.dtype), plan.row_offsets)
-    parts, hit_counts = _combine_shards(parts, hit_counts, group)
+    (support, full), hit_counts = _combine_shards([support, full], hit_counts, group)
     _check_hits(hit_counts, plan)
-    support = parts[0]
-    wants_full = not FULL_OUTPUTS.isdisjoint(outputs)
 
+    full_logprob, full_entropy = _logprob(full), _entropy(full)
+    whole = not FULL_OUTPUTS.isdisjoint(outputs)
+    at_empty = plan.empty_rows if whole else slice(None)
     # Singletons stay at 0.
-    logprobs = support.target.new_zeros(num_tokens).index_copy(0, plan.rows, _logprob(support))
-    entropy = support.target.new_zeros(num_tokens).index_copy(0, plan.rows, _entropy(support))
+    zeros = support.target.new_zeros(num_tokens)
     scores = SupportScores()
-    if full is not None:
-        full_logprob, full_entropy = _logprob(parts[1]), _entropy(parts[1])
-        empty = plan.empty_rows
-        at_empty = (full_logprob[empty], full_entropy[empty]) if wants_full else (full_logprob, full_entropy)
-        logprobs, entropy = logprobs.index_copy(0, empty, at_empty[0]), entropy.index_copy(0, empty, at_empty[1])
-        if wants_full:
-            scores.full_logprobs, scores.full_entropy = full_logprob, full_entropy
-            whole = _log_normaliser(parts[1])
-            log_mass = torch.where(plan.singletons, full_logprob, 0)
-            scores.log_mass = log_mass.index_copy(0, plan.rows, _log_normaliser(support) - whole[plan.rows])
-    scores.logprobs, scores.support_entropy = logprobs, entropy
-    for name in set(OUTPUTS) - set(outputs):
-        setattr(scores, name, None)
+    if "logprobs" in outputs:
+        logprobs = zeros.index_copy(0, plan.rows, _logprob(support))
+        scores.logprobs = logprobs.index_copy(0, plan.empty_rows, full_logprob[at_empty])
+    if "support_entropy" in outputs:
+        entropy = zeros.index_copy(0, plan.rows, _entropy(support))
+        scores.support_entropy = entropy.index_copy(0, plan.empty_rows, full_entropy[at_empty])
+    if "full_logprobs" in outputs:
+        scores.full_logprobs = full_logprob
+    if "full_entropy" in outputs:
+        scores.full_entropy = full_entropy
+    if "log_mass" in outputs:
+        log_mass = _log_normaliser(support) - _log_normaliser(full)[plan.rows]
+        singletons = torch.where(plan.singletons, full_logprob, 0)
+        scores.log_mass = singletons.index_copy(0, plan.rows, log_mass)
     return scores
 
 
