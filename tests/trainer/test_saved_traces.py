@@ -202,9 +202,9 @@ def test_killed_at_random_moments_every_shard_is_whole(tiny_model_path, tmp_path
     rng = np.random.default_rng(0)
     for _ in range(20):
         process = subprocess.Popen(script("killed"), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        assert process.stdout.readline().startswith("READY")
+        assert any(line.startswith("READY") for line in process.stdout)
         try:
-            process.wait(timeout=rng.uniform(0.0, 1.5))
+            process.wait(timeout=rng.uniform(0.0, 4.0))
         except subprocess.TimeoutExpired:
             process.kill()
         process.communicate()
@@ -217,4 +217,8 @@ def test_killed_at_random_moments_every_shard_is_whole(tiny_model_path, tmp_path
     assert [p.name for p in killed] == [p.name for p in whole] and len(whole) == 6
     for a, b in zip(killed, whole, strict=True):
         first, second = table_to_traces(pq.read_table(a)), table_to_traces(pq.read_table(b))
-        assert [t.prompt_ids.tolist() for t in first] == [t.prompt_ids.tolist() for t in second]
+        for got, want in zip(first, second, strict=True):
+            np.testing.assert_array_equal(got.prompt_ids, want.prompt_ids)
+            np.testing.assert_array_equal(got.completion_ids, want.completion_ids)
+            assert got.supports == want.supports and got.extra == want.extra
+            np.testing.assert_allclose(got.sampling_logprobs, want.sampling_logprobs, atol=1e-5)
