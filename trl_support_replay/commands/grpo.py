@@ -11,6 +11,7 @@ import contextlib
 import difflib
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
@@ -126,14 +127,17 @@ def _launch(launch_options: Sequence[str], argv: Sequence[str]) -> int:
     from accelerate.commands.launch import launch_command, launch_command_parser
 
     command = [*launch_options, "--module", __name__, *argv]
+    # Ctrl-C is for the workers, which stop in their own time; the launcher waits for them.
+    previous = signal.signal(signal.SIGINT, lambda *_: None)
     try:
         launch_command(launch_command_parser().parse_args(command))
-    except KeyboardInterrupt:
-        raise
     except Exception as error:
-        # The workers have spoken; the launcher's own traceback would only say that they failed.
-        print(f"error: a training process failed ({type(error).__name__}); its message is above.", file=sys.stderr)
-        return 1
+        # A worker has said what was wrong; the launcher's own traceback would only say that it failed.
+        if type(error).__name__ == "SignalException":
+            return 130
+        return getattr(error, "returncode", 1)
+    finally:
+        signal.signal(signal.SIGINT, previous)
     return 0
 
 

