@@ -63,6 +63,7 @@ class SGLangServer:
             "max_n": _MAX_N,
             "weight_reload": weights_dir is not None,
             "versions": weights_dir is not None,
+            "routes": False,
         }
         self._transport = transport
         self._weights_dir = weights_dir
@@ -188,6 +189,7 @@ class SGLangRollout:
 
     def _sync(self, trainer: Any) -> None:
         from accelerate.utils import broadcast_object_list, is_peft_model
+        from transformers.core_model_loading import revert_weight_conversion
 
         accelerator = trainer.accelerator
         if is_peft_model(accelerator.unwrap_model(trainer.model)):
@@ -199,10 +201,12 @@ class SGLangRollout:
             self._weights = VersionedWeights(self._weights_dir or "", run)
         step = trainer.state.global_step
         version = self._weights.name(step)
-        tensors = accelerator.get_state_dict(trainer.model)  # gathers, so all processes take part
+        # Gathers, so all processes take part. A checkpoint has one tensor an expert, unlike the model.
+        state = accelerator.get_state_dict(trainer.model)
         error = None
         if accelerator.is_main_process:
             try:
+                tensors = revert_weight_conversion(accelerator.unwrap_model(trainer.model), state)
                 self._weights.write(version, tensors.items())
                 self._pool.set_weights(version, reload=True)
                 self._weights.remove_before(version)

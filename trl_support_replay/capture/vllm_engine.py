@@ -59,6 +59,19 @@ def _on_cpu() -> bool:
     return current_platform.is_cpu()
 
 
+def choose_capture(asked: str) -> str:
+    """`"native"` or `"logprobs"`, for `"auto"`, `"native"` or `"logprobs"`; refuses a mask that is not there."""
+    version, cpu = vllm_version(), _on_cpu()
+    native = version >= _NATIVE_MASK_SINCE and not cpu
+    if asked == "native" and not native:
+        where = "on a CPU" if cpu else f"in vLLM {version}"
+        raise ValueError(
+            f"support_capture='native' is not available {where}: the sampling mask needs vLLM "
+            f"{_NATIVE_MASK_SINCE} or newer with Model Runner V2 on a GPU. Set support_capture='logprobs'."
+        )
+    return asked if asked != "auto" else "native" if native else "logprobs"
+
+
 class CheckpointWeights(VLLMGeneration):
     """TRL's engine, given weights under the names and shapes of a checkpoint, which is what vLLM loads.
 
@@ -175,21 +188,9 @@ class SupportVLLMGeneration(EngineFixes):
         self._recorder = recorder
         self._routers = routers
         self._routes_missing = routes_missing
-        self.capture = self._choose_capture(support_capture) if settings.truncates else "sampled"
+        self.capture = choose_capture(support_capture) if settings.truncates else "sampled"
         super().__init__(*args, **kwargs)
         logger.info("%s", _CAPTURES[self.capture])
-
-    @staticmethod
-    def _choose_capture(asked: str) -> str:
-        version, cpu = vllm_version(), _on_cpu()
-        native = version >= _NATIVE_MASK_SINCE and not cpu
-        if asked == "native" and not native:
-            where = "on a CPU" if cpu else f"in vLLM {version}"
-            raise ValueError(
-                f"support_capture='native' is not available {where}: the sampling mask needs vLLM "
-                f"{_NATIVE_MASK_SINCE} or newer with Model Runner V2 on a GPU. Set support_capture='logprobs'."
-            )
-        return asked if asked != "auto" else "native" if native else "logprobs"
 
     def extra_engine_kwargs(self) -> dict[str, Any]:
         kwargs = super().extra_engine_kwargs()

@@ -7,21 +7,30 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 import numpy as np
 from accelerate.utils import broadcast_object_list
 
+from ..contract import SamplingSettings
+from ..routing import RouterReplay
 from ..serving.pool import ServerPool, new_request_id
+from ..serving.prefixes import PrefixIndex
 from ..serving.protocol import GenerateRequest, Sample
 from ..serving.transport import Retry
 from ..serving.weights import VersionedWeights
+from ..traces.routes import RoutedExperts
+from ..traces.support import SupportRows
 from .recorder import SupportRecorder
 from .vllm_engine import CheckpointWeights
+from .vllm_routes import read_routed_experts
 
 logger = logging.getLogger(__name__)
 
+# Trajectories whose routes are kept for a further turn; more than any generation batch has.
+_REMEMBERED = 65536
 _LOCAL_HOSTS = frozenset({"0.0.0.0", "127.0.0.1", "localhost", "::1"})
 
 
@@ -36,8 +45,12 @@ class SupportVLLMServerGeneration(CheckpointWeights):
     for a generation, and processes may generate different numbers of times (as they do when tools are called).
 
     Args:
+        settings: the sampling settings, already checked by the contract.
         recorder: returns the recorder of the current generation batch, or `None` when nothing is to be recorded
             (evaluation).
+        routers: returns the policy's `RouterReplay`, to record which experts each token was routed to; `None` when
+            routes are not recorded.
+        routes_missing: `"error"` or `"live"`, for requests with fewer routes than tokens.
         support_capture: `"auto"`, or what the server must offer: `"native"` or `"logprobs"`.
         policy_step: returns the policy's optimizer step, to know which weights the servers hold.
         server_urls: base URLs of several servers; default: the one of TRL's own settings.
@@ -53,7 +66,10 @@ class SupportVLLMServerGeneration(CheckpointWeights):
     def __init__(
         self,
         *args: Any,
+        settings: SamplingSettings,
         recorder: Callable[[], SupportRecorder | None],
+        routers: Callable[[], RouterReplay] | None = None,
+        routes_missing: str = "error",
         support_capture: str = "auto",
         policy_step: Callable[[], int] = lambda: 0,
         server_urls: Sequence[str] | None = None,
@@ -62,7 +78,12 @@ class SupportVLLMServerGeneration(CheckpointWeights):
         request_timeout: float = 1800.0,
         **kwargs: Any,
     ):
+        self._settings = settings
         self._recorder = recorder
+        self._routers = routers
+        self._routes_missing = routes_missing
+        # Routes of this step's trajectories, so that a further turn transfers only what is new.
+        self._known_routes: PrefixIndex[RoutedExperts] = PrefixIndex(_REMEMBERED)
         self._support_capture = support_capture
         self._policy_step = policy_step
         self._server_urls = server_urls
@@ -92,6 +113,11 @@ class SupportVLLMServerGeneration(CheckpointWeights):
                 raise ValueError(
                     f"support_capture={self._support_capture!r}, but {server.url} reports supports by its "
                     f"{server.capture!r} capture. Set support_capture='auto', or start the server accordingly."
+                )
+            if self._routers is not None and not server.info["routes"]:
+                raise ValueError(
+                    f"routed_experts_replay=True, but {server.url} records no routes. Start it with "
+                    "`trl-support-replay vllm-serve ... --enable-return-routed-experts`."
                 )
             if self._weight_sync == "filesystem" and not server.info["weight_reload"]:
                 raise ValueError(
@@ -134,33 +160,69 @@ class SupportVLLMServerGeneration(CheckpointWeights):
         if images is not None and any(images):
             raise ValueError("Images do not travel over the packed endpoint. Set vllm_mode='colocate' for this model.")
         recorder = self._recorder()
+        routers = self._routers() if self._routers is not None and recorder is not None else None
         requests = [
-            GenerateRequest(
-                request_id=new_request_id(),
-                prompt_ids=np.asarray(prompt, dtype=np.int32),
-                n=count,
-                sampling=self._sampling(),
-                support=recorder is not None,
-                weights_version=self._version,
-            )
+            self._request(prompt, count, recording=recorder is not None)
             for prompt, count in _runs(prompts, self._max_n if num_generations > 1 else 1)
         ]
         with profiler or nullcontext():
-            samples = [sample for group in self._pool.generate(requests) for sample in group]
+            groups = self._pool.generate(requests)
+        samples = [sample for group in groups for sample in group]
         self._refuse_mix(samples)
         completion_ids = [sample.token_ids.tolist() for sample in samples]
         logprobs = [sample.logprobs.tolist() for sample in samples]
         if recorder is not None:
             logprobs = []
-            for ids, sample in zip(completion_ids, samples, strict=True):
-                assert sample.support is not None
-                logprobs.append(recorder.add(ids, sample.logprobs, sample.support, sample.repaired))
+            for request, group in zip(requests, groups, strict=True):
+                for sample in group:
+                    routes = None if routers is None else self._routes(request, sample, routers)
+                    # Without truncation a log-prob is over the vocabulary, and a support says no more than the token.
+                    rows = (
+                        SupportRows.from_ragged(sample.token_ids[:, None]) if sample.support is None else sample.support
+                    )
+                    ids = sample.token_ids.tolist()
+                    logprobs.append(recorder.add(ids, sample.logprobs, rows, sample.repaired, routes))
         return (
             prompts,
             completion_ids,
             [[[value] for value in values] for values in logprobs],
             [[[token] for token in ids] for ids in completion_ids],
         )
+
+    def _request(self, prompt: list[int], count: int, recording: bool) -> GenerateRequest:
+        routes_start = None
+        if recording and self._routers is not None:
+            known = self._known_routes.longest(prompt)
+            routes_start = 0 if known is None else known.captured_prefix
+        return GenerateRequest(
+            request_id=new_request_id(),
+            prompt_ids=np.asarray(prompt, dtype=np.int32),
+            n=count,
+            sampling=self._sampling(),
+            support=recording and self._settings.truncates,
+            routes_start=routes_start,
+            weights_version=self._version,
+        )
+
+    def _routes(self, request: GenerateRequest, sample: Sample, routers: RouterReplay) -> RoutedExperts:
+        """Routes of the request's prompt and the sample: those known from earlier turns, then those it brought."""
+        start = request.routes_start or 0
+        routes = read_routed_experts(
+            SimpleNamespace(prompt_token_ids=request.prompt_ids),
+            SimpleNamespace(token_ids=sample.token_ids, routed_experts=sample.routes),
+            layers=routers.layers,
+            num_experts=routers.num_experts,
+            top_k=routers.top_k,
+            request=f"Request {request.request_id}",
+            prompt_start=start,
+            missing=self._routes_missing,
+        )
+        if start > 0:
+            known = self._known_routes.longest(request.prompt_ids)
+            assert known is not None
+            routes = RoutedExperts.concatenate([known[:start], routes[start:]])
+        self._known_routes.put(np.concatenate([request.prompt_ids, sample.token_ids]), routes)
+        return routes
 
     def _sampling(self) -> dict[str, Any]:
         sampling = {
@@ -192,6 +254,7 @@ class SupportVLLMServerGeneration(CheckpointWeights):
             super().sync_weights()
             self._label_weights()
         self._pool.forget_prefixes()
+        self._known_routes.clear()
         self.loaded_step = self._policy_step()
 
     def _sync_over_filesystem(self) -> None:

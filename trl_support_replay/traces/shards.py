@@ -14,6 +14,20 @@ _NAME = re.compile(r"traces-(\d{8})-(\d{3})-(\d{5})\.parquet")
 _PARTIAL = ".partial"
 
 
+def write_whole(table: pa.Table, target: Path) -> None:
+    """Write a Parquet file beside its place and move it there in one step: it is whole or absent."""
+    partial = target.with_name(f".{target.name}.{os.getpid()}{_PARTIAL}")
+    try:
+        with open(partial, "wb") as file:
+            pq.write_table(table, file, compression="zstd")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, target)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
 class ShardFolder:
     """A folder of traces, one Parquet file a generation batch and process.
 
@@ -44,24 +58,21 @@ class ShardFolder:
             batch: tells shards of one number apart.
         """
         target = self.path / f"traces-{number:08d}-{batch:03d}-{part:05d}.parquet"
-        partial = target.with_name(f".{target.name}.{os.getpid()}{_PARTIAL}")
-        try:
-            with open(partial, "wb") as file:
-                pq.write_table(table, file, compression="zstd")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, target)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
+        write_whole(table, target)
         return target
 
     def discard_from(self, number: int, part: int | None = None) -> list[Path]:
-        """Remove shards from `number` on (a resumed run makes them anew), and what a killed writer left half done."""
+        """Remove shards from `number` on (a resumed run makes them anew), and what a killed writer left half done.
+
+        Args:
+            number: the first number to remove.
+            part: whose shards; `None` for those of every process, none of which may be writing then.
+        """
         removed = [path for n, p, path in self._shards() if n >= number and part in (None, p)]
         for path in removed:
             path.unlink(missing_ok=True)
-        for path in self.path.glob(f".traces-*{_PARTIAL}"):
+        whose = "*" if part is None else f"{part:05d}"
+        for path in self.path.glob(f".traces-*-{whose}.parquet.*{_PARTIAL}"):
             path.unlink(missing_ok=True)
         return removed
 

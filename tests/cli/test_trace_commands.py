@@ -1,0 +1,171 @@
+"""`capture`, `score` and `inspect`, each in a process of its own, on a real model."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.trainer.conftest import tiny_model_path  # noqa: F401
+from trl_support_replay.cli import main
+from trl_support_replay.traces.columns import table_to_traces
+from trl_support_replay.traces.shards import ShardFolder
+
+CLI = [sys.executable, "-m", "trl_support_replay"]
+
+
+def cli(*argv):
+    done = subprocess.run([*CLI, *map(str, argv)], capture_output=True, text=True, timeout=300)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "prompts.jsonl"
+    rows = [{"prompt": [{"role": "user", "content": f"{a}+{b}?"}], "answer": a + b} for a in range(3) for b in range(2)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def capture(model, prompts, output, *more):
+    sampling = ("--top_p", 0.9, "--num_generations", 2, "--max_tokens", 10, "--batch_size", 2)
+    return ("capture", "--model", model, "--dataset", prompts, "--output", output, *sampling, *more)
+
+
+@pytest.fixture(scope="module")
+def captured(tiny_model_path, prompts, tmp_path_factory):  # noqa: F811
+    output = tmp_path_factory.mktemp("captured") / "traces"
+    code, text = cli(*capture(tiny_model_path, prompts, output))
+    assert code == 0, text
+    return output
+
+
+def all_traces(folder):
+    return [trace for path in ShardFolder(folder).shards() for trace in table_to_traces(pq.read_table(path))]
+
+
+def test_capture_writes_traces_of_every_prompt(captured):
+    traces = all_traces(captured)
+    assert len(traces) == 12 and [t.extra["answer"] for t in traces] == [a for a in (0, 1, 1, 2, 2, 3) for _ in "ab"]
+    for trace in traces:
+        trace.check(vocab_size=99)
+    assert max(t.supports.sizes.max() for t in traces) > 1
+
+
+def test_score_with_the_same_weights_gives_the_recorded_logprobs(captured, tiny_model_path, tmp_path):  # noqa: F811
+    arguments = ("score", "--traces", captured, "--model", tiny_model_path, "--output", tmp_path / "scored")
+    code, text = cli(*arguments, "--reference", tiny_model_path)
+    assert code == 0 and "largest" in text, text
+    for path in sorted((tmp_path / "scored").glob("*.parquet")):
+        table = pq.read_table(path)
+        for trace, replayed, full, mass, reference in zip(
+            table_to_traces(table),
+            *(table[c].to_pylist() for c in ("replayed_logprobs", "full_logprobs", "log_mass", "reference_logprobs")),
+            strict=True,
+        ):
+            np.testing.assert_allclose(replayed, trace.sampling_logprobs, atol=1e-4)
+            np.testing.assert_allclose(reference, replayed, atol=1e-5)
+            np.testing.assert_allclose(np.add(replayed, mass), full, atol=1e-5)
+            assert (np.array(mass) <= 1e-6).all() and min(mass) < -1e-3
+    # Going on where it was: nothing is left to do, and the figures are the same.
+    figures = next(line for line in text.splitlines() if "replayed minus recorded" in line)
+    assert figures in cli(*arguments)[1]
+
+
+def test_score_with_another_model_reports_the_difference(captured, tiny_model_path, tmp_path):  # noqa: F811
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_path)
+    model.lm_head.weight.data.mul_(0.9)
+    model.save_pretrained(tmp_path / "other")
+    AutoTokenizer.from_pretrained(tiny_model_path).save_pretrained(tmp_path / "other")
+    code, text = cli("score", "--traces", captured, "--model", tmp_path / "other", "--output", tmp_path / "scored")
+    assert code == 0 and "is not the one that sampled" in text
+    first = pq.read_table(sorted((tmp_path / "scored").glob("*.parquet"))[0])
+    assert np.isfinite(np.concatenate(first["replayed_logprobs"].to_pylist())).all()
+
+
+def test_inspect_counts_and_finds_nothing_wrong(captured, capsys):
+    assert main(["inspect", "--traces", str(captured)]) == 0
+    text = capsys.readouterr().out
+    assert "3 files, 12 traces" in text and "support size: mean" in text and "top_p" in text
+
+
+def test_inspect_names_row_and_token(captured, tmp_path, capsys):
+    for path in ShardFolder(captured).shards():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    broken = sorted(tmp_path.glob("*.parquet"))[1]
+    table = pq.read_table(broken)
+    rows = table["support_ids"].to_pylist()
+    rows[1][4] = [98] if rows[1][4] != [98] else [97]
+    index = table.column_names.index("support_ids")
+    pq.write_table(table.set_column(index, "support_ids", pa.array(rows, table.schema.field(index).type)), broken)
+    assert main(["inspect", "--traces", str(tmp_path)]) == 1
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"{broken.name}, row 1" in text and "4" in text
+
+
+def test_inspect_of_nothing_and_of_torn_files(tmp_path, capsys):
+    assert main(["inspect", "--traces", str(tmp_path)]) == 2
+    (tmp_path / "traces-00000000-000-00000.parquet").write_bytes(b"PAR1 torn")
+    assert main(["inspect", "--traces", str(tmp_path)]) == 2
+    assert "is not whole Parquet" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("--top_p", 1.0), "Nothing is truncated"),
+        (("--top_k", 1), "top_k=1 cannot be replayed"),
+        (("--engine", "vllm"), "without top_k nothing bounds the support"),
+        (("--dataset", "missing.jsonl"), "cannot be read"),
+        (("--seed", 5), "holds a capture with seed=0, and this one has seed=5"),
+    ],
+)
+def test_capture_refuses_in_one_line(captured, tiny_model_path, prompts, capsys, change, message):  # noqa: F811
+    assert main([*map(str, capture(tiny_model_path, prompts, captured)), *map(str, change)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_dataset_without_prompts_is_named(tiny_model_path, tmp_path, capsys):  # noqa: F811
+    (tmp_path / "data.jsonl").write_text('{"question": "?"}\n')
+    assert main([*map(str, capture(tiny_model_path, tmp_path / "data.jsonl", tmp_path / "out"))]) == 2
+    assert "has no `prompt` column; it has question" in capsys.readouterr().err
+
+
+def test_capture_with_vllm_scores_as_recorded(smollm2_path, prompts, tmp_path):
+    engine = json.dumps({"enforce_eager": True, "max_model_len": 256, "max_num_batched_tokens": 512})
+    more = ("--engine", "vllm", "--top_k", 20, "--limit", 2, "--engine_kwargs", engine)
+    code, text = cli(*capture(smollm2_path, prompts, tmp_path / "traces", *more))
+    assert code == 0, text
+    code, text = cli("score", "--traces", tmp_path / "traces", "--model", smollm2_path, "--output", tmp_path / "scored")
+    assert code == 0 and "is not the one that sampled" not in text, text
+    largest = float(text.split("largest ")[1].split()[0])
+    assert largest <= 1e-4
+    assert len(all_traces(tmp_path / "traces")) == 4
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments_and_resumed_equals_a_whole_run(captured, tiny_model_path, prompts, tmp_path):  # noqa: F811
+    output = tmp_path / "killed"
+    rng = np.random.default_rng(1)
+    for _ in range(20):
+        process = subprocess.Popen(
+            [*CLI, *map(str, capture(tiny_model_path, prompts, output))], stderr=subprocess.DEVNULL
+        )
+        try:
+            process.wait(timeout=rng.uniform(4.0, 12.0))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        if output.exists():
+            for trace in all_traces(output):
+                trace.check(vocab_size=99)
+    assert cli(*capture(tiny_model_path, prompts, output))[0] == 0
+    whole, resumed = ShardFolder(captured).shards(), ShardFolder(output).shards()
+    assert [p.name for p in whole] == [p.name for p in resumed]
+    assert [p.read_bytes() for p in whole] == [p.read_bytes() for p in resumed]
+    assert not list(output.glob(".*"))
