@@ -1,6 +1,8 @@
 """Routes in a schedule of one process: what is replayed, what is refused, and what is left behind."""
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -494,6 +496,13 @@ def test_a_router_in_a_layer_that_is_called_dense() -> None:
     model.config.moe_layer_freq = [1]
     with pytest.raises(RouterReplayError, match="moe_layer_freq has 1 entries, num_layers is 2"):
         MegatronRouterReplay(model)
+
+
+def test_without_megatron_core() -> None:
+    code = "import sys; sys.modules['megatron.core'] = None; import trl_support_replay.megatron"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "ImportError: trl_support_replay.megatron needs megatron-core: pip install" in result.stderr
 
 
 def test_versions() -> None:

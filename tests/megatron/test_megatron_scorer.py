@@ -197,6 +197,21 @@ def test_a_support_without_its_token_and_a_wrong_temperature() -> None:
         support_forward(model, batch.tokens, batch.attention_mask(), temperature=0)
 
 
+@pytest.mark.parametrize("skipped", [False, True])
+def test_a_bias_counts_where_the_layer_adds_it(skipped: bool) -> None:
+    batch = micro_batch()
+    model = build(**DENSE)
+    model.output_layer.bias = torch.nn.Parameter(torch.linspace(-3, 3, VOCAB))
+    model.output_layer.skip_bias_add = skipped
+    scores = support_forward(model, batch.tokens, batch.attention_mask(), outputs=OUTPUTS)
+    logits = model(batch.tokens.input_ids, batch.tokens.position_ids, batch.attention_mask())
+    want = score_vocab_parallel_logits(logits, batch.tokens, torch.distributed.group.WORLD, outputs=OUTPUTS)
+    torch.testing.assert_close(scores, want, rtol=1e-5, atol=1e-6)
+    if skipped:
+        scores[..., 0].sum().backward()
+        assert model.output_layer.bias.grad is None
+
+
 @pytest.mark.parametrize("setting", ["use_mup", "defer_embedding_wgrad_compute"])
 def test_settings_that_the_scorer_refuses(setting: str) -> None:
     batch = micro_batch()

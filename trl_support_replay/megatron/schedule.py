@@ -16,7 +16,7 @@ from ..routing.metrics import RouteCounter, RouteMetrics
 from .local_routes import LocalRoutes, Routes, as_route_batch, local_routes
 from .routers import LocalRouter, ModelChunk, moe_layers, unwrap
 
-MicroBatch = tuple[int, int]
+Key = tuple[int, int]
 """Index of a model chunk, and of a micro-batch among those the chunk has seen."""
 
 
@@ -64,9 +64,9 @@ class ReplayedForwardStep:
         self._config = chunks[0].config
         self._layers = moe_layers(self._config)
         self._num_seen = [0] * len(chunks)
-        self._in_flight: dict[MicroBatch, _InFlight] = {}
-        self._forward: MicroBatch | None = None
-        self._backward: MicroBatch | None = None
+        self._in_flight: dict[Key, _InFlight] = {}
+        self._forward: Key | None = None
+        self._backward: Key | None = None
         self._ended = False
         local_layers = [router.layer for chunk in chunks for router in chunk.routers]
         self._counter = RouteCounter(tuple(local_layers), self._config.moe_router_topk)
@@ -148,7 +148,7 @@ class ReplayedForwardStep:
             self._counter.add(slot.place, live, experts, routes.captured)
         return experts
 
-    def _current(self, chunk: int) -> tuple[MicroBatch, _InFlight, bool]:
+    def _current(self, chunk: int) -> tuple[Key, _InFlight, bool]:
         """The micro-batch that a router of this chunk runs for now, and whether it runs again."""
         again = in_backward()
         key = self._backward if again else self._forward
@@ -162,7 +162,7 @@ class ReplayedForwardStep:
             )
         return key, batch, again
 
-    def _begin_backward(self, key: MicroBatch, grad: torch.Tensor) -> None:
+    def _begin_backward(self, key: Key, grad: torch.Tensor) -> None:
         if self._ended:
             raise RouterReplayError(
                 f"Backward of micro-batch {key[1]} runs after its routes were closed; layers that run again would take "
@@ -172,7 +172,7 @@ class ReplayedForwardStep:
             self._in_flight.pop(self._backward, None)
         self._backward = key
 
-    def _load(self, key: MicroBatch) -> _InFlight:
+    def _load(self, key: Key) -> _InFlight:
         chunk, index = key
         routers = self._chunks[chunk].routers
         where = f"micro-batch {index}"
@@ -200,7 +200,7 @@ class ReplayedForwardStep:
             self._num_live += routes.num_live
         return _InFlight(routes, calls=[0] * len(routers), repeats=[0] * len(routers))
 
-    def _check_calls(self, key: MicroBatch) -> None:
+    def _check_calls(self, key: Key) -> None:
         chunk, index = key
         for router, calls in zip(self._chunks[chunk].routers, self._in_flight[key].calls, strict=True):
             if calls != 1:

@@ -153,7 +153,7 @@ def _scores_for_logits(
     weight = layer.weight if weight is None else weight
     head = LMHead(
         weight=weight,
-        bias=layer.bias,
+        bias=None if layer.skip_bias_add else layer.bias,
         shard=_vocab_shard(len(weight), layer.tp_group, reduce_hidden_grad=not layer.sequence_parallel),
     )
     scores = score_support(
