@@ -124,7 +124,10 @@ class SupportReplayGRPOTrainer(GRPOTrainer):
         self._unchecked: tuple[torch.Tensor, dict[str, Any]] | None = None
         self._generated_at = -1  # optimizer step of the buffered completions
         if not (self.replays_support or self.replays_routes):
-            super().__init__(model, reward_funcs, args, **kwargs)
+            # Stock, but for how a server gets its weights.
+            own = {"VLLMGeneration": self._build_server_client} if args.weight_sync == "filesystem" else {}
+            with rebound(trl_grpo, **own):
+                super().__init__(model, reward_funcs, args, **kwargs)
             return
         add_fused_lm_head = trl_grpo.add_fused_lm_head
 
@@ -172,7 +175,10 @@ class SupportReplayGRPOTrainer(GRPOTrainer):
 
         return SupportVLLMServerGeneration(
             *client_args,
+            settings=self.sampling_settings,
             recorder=lambda: self._recorder,
+            routers=(lambda: self._routes.of(self.model)) if self.replays_routes else None,
+            routes_missing=self.args.routes_missing,
             support_capture=self.args.support_capture,
             policy_step=lambda: self.state.global_step,
             server_urls=self.args.vllm_server_urls,

@@ -13,9 +13,12 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from trl_support_replay.capture.recorder import SupportRecorder
 from trl_support_replay.replay_check import ReplayGapError
+from trl_support_replay.serving.protocol import GenerateRequest
 
 from .fakes import FakeEngine, HTTPServer, serving
 from .faulty_proxy import Fault, FaultyProxy
@@ -43,6 +46,14 @@ def test_training_follows_the_servers_weights(build, moe_server, tiny_moe_path):
     assert any(entry["support/size_mean"] > 2 for entry in log) and any(entry["grad_norm"] > 0 for entry in log)
     (version,) = {path.name for path in moe_server.weights_dir.iterdir()} - {path.name for path in before}
     assert version.endswith("-000003"), "one version a step, and only the last is kept"
+
+
+def test_without_truncation_it_is_stock_training_over_the_same_server(build, moe_server, tiny_moe_path):
+    trainer = build(tiny_moe_path, max_steps=2, **server_settings(moe_server))
+    trainer.train()
+    log = [entry for entry in trainer.state.log_history if "sampling/importance_sampling_ratio/mean" in entry]
+    assert len(log) == 2 and not steps(trainer)
+    assert all(entry["sampling/sampling_logp_difference/max"] < 1e-4 for entry in log)
 
 
 def test_evaluation_asks_for_nothing_beside_its_tokens(build, moe_server, tiny_moe_path):
@@ -96,15 +107,52 @@ def test_samples_of_other_weights_stop_the_run(build, moe_server, tiny_moe_path,
     assert all(entry["support/logprob_gap_max"] < 1e-4 for entry in steps(trainer))
 
 
+@pytest.mark.parametrize("truncation", [{"top_k": 20, "top_p": 0.9}, {}], ids=["truncated", "whole vocabulary"])
+def test_routes_come_from_the_server_too(build, moe_server, tiny_moe_path, truncation):
+    settings = server_settings(moe_server)
+    trainer = build(tiny_moe_path, max_steps=3, routed_experts_replay=True, **truncation, **settings)
+    trainer.train()
+    log = steps(trainer)
+    assert len(log) == 3 and all(entry["support/logprob_gap_max"] < 1e-4 for entry in log)
+    assert all(entry["routes/agreement"] > 0.99 for entry in log)
+
+
+def test_a_further_turn_brings_only_new_routes(build, moe_server, tiny_moe_path):
+    trainer = build(tiny_moe_path, top_k=20, routed_experts_replay=True, **server_settings(moe_server))
+    generation = trainer.vllm_generation
+    generation.sync_weights()
+    asked = []
+    generate = generation._pool.generate
+    generation._pool.generate = lambda requests: asked.extend(requests) or generate(requests)
+    trainer._recorder = recorder = SupportRecorder()
+    prompts = [[10, 20, 30, 40], [11, 21, 31]]
+    _, first, first_logprobs, _ = generation.generate(prompts, None, num_generations=1)
+    turns = [prompt + completion + [50, 60] for prompt, completion in zip(prompts, first, strict=True)]
+    _, second, second_logprobs, _ = generation.generate(turns, None, num_generations=1)
+    fresh = [request.routes_start for request in asked]
+    assert fresh == [0, 0, *(len(p) + len(c) - 1 for p, c in zip(prompts, first, strict=True))]
+    for b, prompt in enumerate(prompts):
+        values = [*(x for (x,) in first_logprobs[b]), 0.0, 0.0, *(x for (x,) in second_logprobs[b])]
+        routes = recorder.routes_of(recorder.row_indices(values), len(prompt), "completion")
+        ids = turns[b] + second[b]
+        assert len(routes) == len(ids) and routes.captured_prefix == len(ids) - 1 and routes.layers == (0, 2)
+        whole = GenerateRequest(
+            "whole", np.array(ids, np.int32), sampling={"max_tokens": 1}, support=False, routes_start=0
+        )
+        ((sample,),) = generate([whole])
+        np.testing.assert_array_equal(routes.experts[:-1], sample.routes[: len(ids) - 1, [0, 2]])
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
+        ({"routed_experts_replay": True}, "--enable-return-routed-experts"),
         ({"support_capture": "native"}, "support_capture='native', but http"),
         ({}, "vllm-serve --weights-dir"),
     ],
 )
 def test_servers_that_do_not_fit_are_refused_at_construction(build, tiny_model_path, tmp_path, settings, says):
-    with serving(HTTPServer(FakeEngine())) as server:
+    with serving(HTTPServer(FakeEngine(enable_return_routed_experts=False))) as server:
         settings = {**SERVER, "vllm_server_base_url": server.url, "weight_sync_dir": str(tmp_path), **settings}
         with pytest.raises(ValueError, match=says):
             build(tiny_model_path, top_k=20, **settings)

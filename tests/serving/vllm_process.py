@@ -68,7 +68,7 @@ class VLLMServe:
         if wait:
             self.wait()
 
-    def wait(self, timeout=240):
+    def wait(self, timeout=500):
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             if self._process.poll() is not None:

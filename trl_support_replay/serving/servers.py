@@ -21,7 +21,8 @@ class Server(Protocol):
         url: its base URL.
         capture: `"native"` or `"logprobs"`: how it reports supports.
         info: what it says of itself: at least `dtype` and `logprobs_mode` (`None` when it does not say), `max_n`,
-            `weight_reload` (can it load weights from a folder?) and `versions` (do its weights have names?).
+            `weight_reload` (can it load weights from a folder?), `versions` (do its weights have names?) and `routes`
+            (does it record routed experts?).
     """
 
     url: str

@@ -60,6 +60,7 @@ class StockServer:
             "max_n": _MAX_N,
             "weight_reload": False,
             "versions": False,
+            "routes": False,
         }
         self._transport = transport
         self._model = model
