@@ -7,8 +7,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from .offline import is_trace_dataset
-
 
 class InputError(ValueError):
     """A dataset or folder that training cannot work with."""
@@ -24,6 +22,8 @@ def check_dataset(dataset: Any, name: str) -> None:
     Raises:
         InputError: it has no `prompt` column and holds no traces either, or no rows.
     """
+    from .offline import is_trace_dataset
+
     columns = getattr(dataset, "column_names", None)
     if columns is None:
         return

@@ -22,6 +22,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--output", default="runs/demo", help="folder for the results (default: %(default)s)")
     parser.add_argument("--models", default="models", help="folder for the model (default: %(default)s)")
     args = parser.parse_args(argv)
+    if args.steps < 1:
+        parser.error(f"--steps {args.steps}: at least one optimizer step is needed")
 
     from ..demo.run import run_demo
 
