@@ -87,7 +87,11 @@ def run(variant: str, model: str, steps: int, output: str) -> None:
     lines = StepLines()
     if variant == "replay":
         trainer = watched(SupportReplayGRPOTrainer)(
-            model, sum_reward, SupportReplayGRPOConfig(**common), train_dataset=sums(), callbacks=[lines]
+            model,
+            sum_reward,
+            SupportReplayGRPOConfig(**common, replay_check="warn"),
+            train_dataset=sums(),
+            callbacks=[lines],
         )
     else:
         with stock_engine_fixes():
