@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 
 from .errors import UnreplayableRouterError
@@ -187,7 +188,16 @@ def _watch_topk(
     finally:
         for handle in handles:
             handle.remove()
+        _reshard(model)
     return found
+
+
+def _reshard(model: nn.Module) -> None:
+    """Give FSDP2 its shards back: without a backward, the root's parameters stay whole after a forward, and an
+    optimizer that is made from them then would update copies."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def layer_number(name: str) -> int | None:
