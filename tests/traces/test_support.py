@@ -71,6 +71,7 @@ def test_concatenate_joins_and_slices_split(parts):
     for part in parts:
         assert whole[start : start + len(part)].to_lists() == part
         start += len(part)
+    assert [run.to_lists() for run in whole.split([len(part) for part in parts])] == parts
 
 
 @given(ragged, st.data())
@@ -158,8 +159,9 @@ def test_cannot_be_written_to_and_leaves_its_sources_writable():
     support = SupportRows(ids, [0, 1, 2])
     with pytest.raises(ValueError, match="read-only"):
         support.token_ids[0] = 5
-    with pytest.raises(ValueError, match="read-only"):
-        support[0][0] = 5
+    for array in (support[0], support[1:].token_ids, support[1:].offsets):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 5
     assert ids.flags.writeable and np.shares_memory(ids, support.token_ids)
 
 
@@ -217,5 +219,8 @@ def test_refuses_to_select_what_is_not_there():
     for index in ([3], [-2]):
         with pytest.raises(SupportError, match="outside 3 rows"):
             support.take(index)
+    for sizes in ([2, 2], [2, -1]):
+        with pytest.raises(SupportError, match="do not fit 3 rows"):
+            support.split(sizes)
     with pytest.raises(SupportError, match="2 sampled ids for 3 rows"):
         support.contains([1, 2])

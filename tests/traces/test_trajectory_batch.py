@@ -13,6 +13,7 @@ from trl_support_replay.traces import (
     TrajectoryError,
     TrajectoryTrace,
 )
+from trl_support_replay.traces.columns import table_to_traces, traces_to_table
 
 FIELDS = (SupportField(), ArrayField("score", np.float32, fill=0))
 
@@ -62,6 +63,40 @@ def test_a_rollout_that_drops_a_field_fails_where_the_batch_is_built():
         TrajectoryBatch([made(0), made(1, fields=FIELDS[:1])])
     with pytest.raises(TrajectoryError, match=r"Trajectory 1 has info \['identity'\], trajectory 0 has .*reward"):
         TrajectoryBatch([made(0, reward=1.0), made(1)])
+
+
+def mixed(reward: float) -> Trajectory:
+    trace = TrajectoryTrace([1, 2], eos_token_ids=[9])
+    trace.append_sampled([5, 6], [-0.5, 0.0], support=SupportRows.from_ragged([[5, 7], [6]]))
+    trace.append_observation([8])
+    trace.append_sampled([5], [-0.25], support=SupportRows.from_ragged([[5, 6]]))
+    trace.append_synthetic_eos(9)
+    return trace.finalize(info={"reward": reward})
+
+
+def test_a_rollout_has_what_the_trainer_asks_for():
+    rollout = TrajectoryBatch([mixed(1.0), mixed(2.0)]).rollout()
+    assert rollout == {
+        "prompt_ids": [[1, 2]] * 2,
+        "completion_ids": [[5, 6, 8, 5, 9]] * 2,
+        "logprobs": [[-0.5, 0.0, 0.0, -0.25, 0.0]] * 2,
+        "env_mask": [[1, 1, 0, 1, 1]] * 2,
+        "support_ids": [SupportRows.from_ragged([[5, 7], [6], [], [5, 6], []])] * 2,
+        "reward": [1.0, 2.0],
+    }
+    assert TrajectoryBatch([]).rollout()["support_ids"] == []
+
+
+def test_a_trajectory_becomes_a_row_of_a_traces_dataset():
+    trajectory = mixed(1.0)
+    table = traces_to_table([trajectory.to_trace()], model="m", sampling={}, engine={})
+    (trace,) = table_to_traces(table)
+    trace.check()
+    assert trace.supports == trajectory.support and trace.extra == {"reward": 1.0}
+    assert trace.loss_mask.tolist() == trajectory.loss_mask.tolist()
+    np.testing.assert_array_equal(trace.sampling_logprobs, trajectory.logprobs)
+    with pytest.raises(TrajectoryError, match=r"this has \['score', 'support'\]"):
+        made(0).to_trace()
 
 
 def test_an_empty_batch_works():

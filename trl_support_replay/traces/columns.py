@@ -21,6 +21,7 @@ An Arrow list-of-list is a CSR matrix, so supports go in and come out without a 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -269,13 +270,12 @@ def _split(array: Any, dtype: Any, name: str) -> list[np.ndarray]:
     if values.null_count:
         raise TraceSchemaError(f"{name} holds an empty value (null).")
     flat = values.to_numpy(zero_copy_only=False).astype(dtype, copy=False)
-    return [flat[start:stop] for start, stop in zip(offsets[:-1], offsets[1:], strict=True)]
+    return [flat[start:stop] for start, stop in itertools.pairwise(offsets.tolist())]
 
 
 def _split_supports(array: Any) -> list[SupportRows]:
     tokens, bounds = _values(array)
-    rows = SupportRows.from_arrow(tokens)
-    return [rows[start:stop] for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
+    return SupportRows.from_arrow(tokens).split(np.diff(bounds))
 
 
 def _read_routes(table: pa.Table) -> list[RoutedExperts]:

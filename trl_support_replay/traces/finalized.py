@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from .columns import Trace
 from .fields import Field, TokenData, TrajectoryError
 from .routes import RoutedExperts
 from .support import SupportRows
@@ -155,6 +156,22 @@ class Trajectory:
             )
         return steps
 
+    def to_trace(self) -> Trace:
+        """What a traces dataset keeps of this trajectory: one row of its columns, `info` as further columns.
+
+        Raises:
+            TrajectoryError: fields that such a dataset has no columns for.
+        """
+        unknown = set(self.side) - {"support", "routed_experts"}
+        if unknown or "support" not in self.side:
+            raise TrajectoryError(
+                f"A traces dataset keeps support and, if there are any, routed_experts; this has {sorted(self.side)}."
+            )
+        routes = self.routed_experts if "routed_experts" in self.side else None
+        return Trace(
+            self.prompt_ids, self.completion_ids, self.loss_mask, self.logprobs, self.support, routes, dict(self.info)
+        )
+
     def validate(self, *, vocab_size: int | None = None, where: str = "trajectory") -> None:
         """Check each support against the tokens: a sampled token's holds it, any other token's is empty.
 
@@ -259,6 +276,23 @@ class TrajectoryBatch(Sequence[Trajectory]):
         for i, trajectory in zip(indices, trajectories, strict=True):
             result[i] = trajectory
         return TrajectoryBatch(result)
+
+    def rollout(self) -> dict[str, list[Any]]:
+        """What a `rollout_func` of TRL's returns, with the supports and routes that replay needs, and `info` besides.
+
+        Tokens that nobody sampled get the log-prob 0 that TRL expects there; `env_mask` keeps them out of the loss.
+        """
+        traces = [trajectory.to_trace() for trajectory in self]
+        output: dict[str, list[Any]] = {
+            "prompt_ids": [trace.prompt_ids.tolist() for trace in traces],
+            "completion_ids": [trace.completion_ids.tolist() for trace in traces],
+            "logprobs": [np.nan_to_num(trace.sampling_logprobs, nan=0.0).tolist() for trace in traces],
+            "env_mask": [trace.loss_mask.astype(int).tolist() for trace in traces],
+            "support_ids": [trace.supports for trace in traces],
+        }
+        if any(trace.routes is not None for trace in traces):
+            output["routed_experts"] = [trace.routes for trace in traces]
+        return output | {name: [trace.extra[name] for trace in traces] for name in (traces[0].extra if traces else ())}
 
     def __add__(self, other: TrajectoryBatch) -> TrajectoryBatch:
         return TrajectoryBatch([*self._trajectories, *other._trajectories])

@@ -19,7 +19,9 @@ def write_whole(table: pa.Table, target: Path) -> None:
     partial = target.with_name(f".{target.name}.{os.getpid()}{_PARTIAL}")
     try:
         with open(partial, "wb") as file:
-            pq.write_table(table, file, compression="zstd")
+            # Ids and log-probs hardly repeat: a dictionary of them would be larger than they are.
+            strings = [field.name for field in table.schema if pa.types.is_string(field.type)]
+            pq.write_table(table, file, compression="zstd", use_dictionary=strings)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, target)

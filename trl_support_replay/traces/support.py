@@ -207,6 +207,26 @@ class SupportRows:
         source = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], sizes)
         return self._trusted(self.token_ids[source], offsets)
 
+    def split(self, sizes: Any) -> list[SupportRows]:
+        """Consecutive runs of rows, such as the completions of a batch.
+
+        Args:
+            sizes: numbers of rows; what they leave over at the end is left out.
+        """
+        bounds = _offsets(_integers(sizes, "sizes"))
+        if (bounds[1:] < bounds[:-1]).any() or bounds[-1] > len(self):
+            raise SupportError(f"Runs of {np.asarray(sizes).tolist()} rows do not fit {len(self)} rows.")
+        rows, places = itertools.pairwise(bounds.tolist()), itertools.pairwise(self.offsets[bounds].tolist())
+        token_ids, offsets = self.token_ids, self.offsets
+        runs = []
+        for (start, stop), (first, last) in zip(rows, places, strict=True):
+            run = object.__new__(SupportRows)
+            run.token_ids = token_ids[first:last]
+            run.offsets = offsets[start : stop + 1] - first
+            run.offsets.setflags(write=False)
+            runs.append(run)
+        return runs
+
     def contains(self, sampled_ids: Any) -> np.ndarray:
         """Bool `[T]`: does row `t` hold `sampled_ids[t]`? An empty row holds nothing.
 
@@ -276,9 +296,7 @@ class SupportRows:
             start, stop, step = index.indices(len(self))
             if step != 1:
                 return self._gather(np.arange(len(self))[index])
-            offsets = self.offsets[start : max(start, stop) + 1]
-            ids = self.token_ids[offsets[0] : offsets[-1]]
-            return self._trusted(ids, offsets - offsets[0])
+            return self.split([start, max(stop - start, 0)])[-1]
         if np.ndim(index) == 0:
             if isinstance(index, (bool, np.bool_)):
                 raise TypeError(f"{index!r} selects no row: use a mask of {len(self)} booleans or an integer.")
