@@ -83,8 +83,8 @@ class RouterReplay:
                 patch.set(router.module, "forward", intercept(router, router.module.forward, scope.handle(column)))
             for module in self._model.modules():
                 for name in _CHECKPOINT_FUNCTIONS:
-                    if callable(getattr(module, name, None)):
-                        patch.set(module, name, scope.checkpointed(getattr(module, name)))
+                    if callable(checkpoint := vars(module).get(name)):
+                        patch.set(module, name, scope.checkpointed(checkpoint))
         except BaseException:
             self.discard()
             raise
