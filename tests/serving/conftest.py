@@ -88,5 +88,6 @@ def moe_server(tiny_moe_path, tmp_path_factory):
         tiny_moe_path,
         weights_dir=tmp_path_factory.mktemp("weights"),
         flags=["--enable-return-routed-experts", "--max-model-len", "1024", "--served-model-name", "tiny"],
+        api_key="session-secret",
     ) as running:
         yield running

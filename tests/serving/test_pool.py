@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trl_support_replay.contract import UnreplayableSettingError
 from trl_support_replay.serving.pool import new_request_id
 from trl_support_replay.serving.prefixes import PrefixIndex
 from trl_support_replay.serving.transport import Transport
@@ -92,6 +93,15 @@ def test_the_longest_known_beginning_is_found(sequences, capacity):
 def test_an_empty_batch_is_an_empty_answer(server, pool_of, engine):
     assert pool_of(server.url).generate([]) == []
     assert not engine.calls
+
+
+def test_a_request_may_have_its_own_top_k_but_not_its_own_temperature(server, pool_of, engine):
+    pool = pool_of(server.url, temperature=1.0)
+    pool.generate([request(sampling={"top_k": 5}), request(support=False, sampling={"temperature": 0.2})])
+    calls = len(engine.calls)
+    with pytest.raises(UnreplayableSettingError, match="temperature=0.7 .* temperature=1.0"):
+        pool.generate([request(), request(sampling={"temperature": 0.7})])
+    assert len(engine.calls) == calls, "nothing of the batch may start"
 
 
 def test_request_ids_are_unique():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import httpx
 import numpy as np
 import pytest
@@ -33,7 +36,7 @@ def first_weights(moe_server, moe_model):
 @pytest.fixture
 def pool(moe_server, pool_of, first_weights):
     """The server, with the model's own weights whatever other tests have loaded."""
-    pool = pool_of(moe_server.url)
+    pool = pool_of(moe_server.url, api_key=moe_server.api_key)
     pool.set_weights(first_weights, reload=True)
     return pool
 
@@ -154,19 +157,72 @@ def test_reloaded_weights_are_the_ones_that_generate(pool, pool_of, moe_server, 
             gaps.append(np.abs(replayed(other, prompt, sample) - sample.logprobs).max())
         assert max(gaps) > 100 * TOLERANCE, "the two versions must differ for this to mean anything"
     with pytest.raises(GenerationError, match="There is no version real-000009"):
-        impatient = pool_of(moe_server.url, retry=Retry(give_up_after=0.2, first_delay=0.05))
+        impatient = pool_of(
+            moe_server.url, api_key=moe_server.api_key, retry=Retry(give_up_after=0.2, first_delay=0.05)
+        )
         impatient.generate([request(PROMPTS[0], weights_version="real-000009")])
 
 
+def ordinary(moe_server, max_tokens):
+    """Token ids of an ordinary greedy completion."""
+    body = {
+        "model": "tiny",
+        "prompt": [PROMPTS[0]],
+        "max_tokens": max_tokens,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
+    headers = {"Authorization": f"Bearer {moe_server.api_key}"}
+    url = moe_server.url + "/v1/completions"
+    (choice,) = httpx.post(url, json=body, headers=headers, timeout=60, trust_env=False).json()["choices"]
+    assert choice["logprobs"] is None
+    return choice["token_ids"]
+
+
 def test_ordinary_requests_are_served_as_ever(moe_server):
-    body = {"model": "tiny", "prompt": [PROMPTS[0]], "max_tokens": 5, "temperature": 0.0, "return_token_ids": True}
-    answer = httpx.post(moe_server.url + "/v1/completions", json=body, timeout=60, trust_env=False).json()
-    assert len(answer["choices"][0]["token_ids"]) == 5 and answer["choices"][0]["logprobs"] is None
-    assert protocol.DIGEST_HEADER not in httpx.get(moe_server.url + "/v1/models", trust_env=False).headers
+    assert len(ordinary(moe_server, max_tokens=5)) == 5
+    assert httpx.get(moe_server.url + "/v1/models", trust_env=False).status_code == 401  # by vLLM's own guard
+
+
+def test_ordinary_requests_finish_on_the_weights_they_began_with(pool, moe_server, moe_model):
+    writer = VersionedWeights(moe_server.weights_dir, "swap")
+    halved = [
+        (name, tensor * 0.5 if "lm_head" not in name else -tensor) for name, tensor in moe_model.named_parameters()
+    ]
+    writer.write("swap-000001", halved)
+    alone = ordinary(moe_server, max_tokens=300)
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(ordinary, moe_server, 300)
+        time.sleep(0.3)
+        pool.set_weights("swap-000001", reload=True)
+        assert running.done(), "a reload lets running requests finish first"
+        assert running.result() == alone
+    assert ordinary(moe_server, max_tokens=300) != alone
+
+
+def test_a_client_that_hangs_up_frees_the_engine(pool, moe_server):
+    def running():
+        lines = httpx.get(moe_server.url + "/metrics", trust_env=False).text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{"))
+
+    body = protocol.encode_request(request(PROMPTS[0], n=8, sampling={"max_tokens": 900, "ignore_eos": True}))
+    headers = {"Authorization": f"Bearer {moe_server.api_key}"}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(moe_server.url + protocol.GENERATE, content=body, headers=headers, timeout=1.0, trust_env=False)
+    deadline = time.monotonic() + 4  # finishing all 900 tokens would take longer
+    while running() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert running() == 0
+
+
+@pytest.mark.parametrize("path", [protocol.GENERATE, protocol.RELOAD, protocol.LABEL])
+def test_the_servers_key_guards_the_endpoint(moe_server, path):
+    assert httpx.post(moe_server.url + path, content=b"{}", trust_env=False).status_code == 401
 
 
 def test_a_server_without_the_endpoint_gives_supports_by_its_logprobs(moe_server, moe_model, pool, pool_of):
-    pool = pool_of(moe_server.url, connect=connect_stock)
+    pool = pool_of(moe_server.url, api_key=moe_server.api_key, connect=connect_stock)
     (server,) = pool.servers
     assert server.capture == "logprobs" and not server.info["versions"]
     requests = [request(prompt, n=2) for prompt in PROMPTS[:3]]

@@ -6,6 +6,7 @@ import pathlib
 
 import numpy as np
 import orjson
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -16,10 +17,12 @@ from transformers import AutoModelForCausalLM
 
 from trl_support_replay.capture.recorder import SupportCaptureError
 from trl_support_replay.capture.sglang_server import SGLangRollout, SGLangServer
+from trl_support_replay.commands.capture import main as capture
 from trl_support_replay.contract import UnreplayableSettingError
 from trl_support_replay.replay_check import ReplayGapError
 from trl_support_replay.serving.pool import GenerationError, new_request_id
 from trl_support_replay.serving.protocol import GenerateRequest
+from trl_support_replay.traces.columns import table_to_traces
 from trl_support_replay.traces.support import SupportRows
 
 from .conftest import QUICK
@@ -40,7 +43,7 @@ class SGLang:
         self.change = lambda output: None
         self.app = Starlette(
             routes=[
-                Route("/get_model_info", lambda request: JSONResponse({"model_path": "fake"})),
+                Route("/get_server_info", lambda request: JSONResponse({"model_path": "fake", "version": "0.5.20"})),
                 Route("/generate", self.generate, methods=["POST"]),
                 Route("/update_weights_from_disk", self.load, methods=["POST"]),
             ]
@@ -51,6 +54,7 @@ class SGLang:
         self.requests.append(body)
         sampling = body["sampling_params"]
         known = {"temperature", "top_p", "top_k", "min_p", "max_new_tokens", "n", "stop_token_ids", "ignore_eos"}
+        known.add("sampling_seed")
         assert sampling.keys() <= known and sampling["top_k"] != 0
         outputs = []
         for i in range(sampling["n"]):
@@ -267,3 +271,23 @@ def test_generation_kwargs_do_not_reach_sglang_and_are_refused(build, tiny_model
     with pytest.raises(UnreplayableSettingError, match="sampling_params"):
         trainer.train()
     assert not sglang.requests
+
+
+def test_capture_writes_traces_from_the_server(tiny_model_path, tmp_path):
+    """`trl-support-replay capture --engine sglang`."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(f'{{"prompt": "abc {i}"}}\n' for i in range(5)))
+    fake = SGLangWithModel(tiny_model_path)
+    with serving(AppServer(fake.app)) as server:
+        status = capture(
+            ["--model", tiny_model_path, "--dataset", str(prompts), "--output", str(tmp_path / "traces")]
+            + ["--engine", "sglang", "--server_url", server.url, "--top_p", "0.8", "--num_generations", "2"]
+            + ["--max_tokens", "6", "--batch_size", "2"]
+        )
+    assert status == 0
+    tables = [pq.read_table(path) for path in sorted((tmp_path / "traces").rglob("*.parquet"))]
+    traces = [trace for table in tables for trace in table_to_traces(table)]
+    assert len(tables) == 3 and len(traces) == 10
+    for trace in traces:
+        assert len(trace.supports) == len(trace.completion_ids) == len(trace.sampling_logprobs) > 0
+        trace.supports.validate(vocab_size=99, sampled_ids=trace.completion_ids)

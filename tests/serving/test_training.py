@@ -27,6 +27,12 @@ from .vllm_process import VLLMServe
 SERVER = {"use_vllm": True, "vllm_mode": "server", "weight_sync": "filesystem", "vllm_server_timeout": 60.0}
 
 
+@pytest.fixture(autouse=True)
+def key(monkeypatch, request):
+    if "moe_server" in request.fixturenames:
+        monkeypatch.setenv("VLLM_API_KEY", request.getfixturevalue("moe_server").api_key)
+
+
 def server_settings(server):
     return SERVER | {"vllm_server_base_url": server.url, "weight_sync_dir": str(server.weights_dir)}
 
@@ -70,8 +76,8 @@ def test_evaluation_asks_for_nothing_beside_its_tokens(build, moe_server, tiny_m
         **server_settings(moe_server),
     )
     asked = []
-    generate = trainer.vllm_generation._pool.generate
-    trainer.vllm_generation._pool.generate = lambda requests: asked.extend(requests) or generate(requests)
+    generate = trainer.vllm_generation.pool.generate
+    trainer.vllm_generation.pool.generate = lambda requests: asked.extend(requests) or generate(requests)
     trainer.train()
     assert len(steps(trainer)) == 2 and sum("eval_reward" in entry for entry in trainer.state.log_history) == 2
     assert {(request.support, request.n) for request in asked} == {(True, 4), (False, 4)}
@@ -94,7 +100,7 @@ def test_a_skipped_sync_is_noticed(build, moe_server, tiny_moe_path):
 
 def test_samples_of_other_weights_stop_the_run(build, moe_server, tiny_moe_path, pool_of):
     """Another run that synchronises the same server."""
-    other = pool_of(moe_server.url)
+    other = pool_of(moe_server.url, api_key=moe_server.api_key)
     trainer = build(tiny_moe_path, max_steps=2, top_k=20, **server_settings(moe_server))
     sync = trainer.vllm_generation.sync_weights
 
@@ -122,8 +128,8 @@ def test_a_further_turn_brings_only_new_routes(build, moe_server, tiny_moe_path)
     generation = trainer.vllm_generation
     generation.sync_weights()
     asked = []
-    generate = generation._pool.generate
-    generation._pool.generate = lambda requests: asked.extend(requests) or generate(requests)
+    generate = generation.pool.generate
+    generation.pool.generate = lambda requests: asked.extend(requests) or generate(requests)
     trainer._recorder = recorder = SupportRecorder()
     prompts = [[10, 20, 30, 40], [11, 21, 31]]
     _, first, first_logprobs, _ = generation.generate(prompts, None, num_generations=1)

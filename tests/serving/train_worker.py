@@ -21,7 +21,7 @@ class Record(TrainerCallback):
         self.trainer, self.versions = None, []
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.versions.append(self.trainer.vllm_generation._version)
+        self.versions.append(self.trainer.vllm_generation.weights_version)
 
 
 def main(config):

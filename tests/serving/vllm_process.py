@@ -20,15 +20,16 @@ class VLLMServe:
         model: folder of the model.
         weights_dir: `--weights-dir`.
         flags: further flags.
-        environment: further variables.
+        api_key: `--api-key`.
     """
 
-    def __init__(self, model, weights_dir=None, flags=(), environment=None):
+    def __init__(self, model, weights_dir=None, flags=(), api_key=None):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.weights_dir = weights_dir
+        self.api_key = api_key
         own = [] if weights_dir is None else ["--weights-dir", str(weights_dir)]
         self._command = [
             sys.executable,
@@ -39,6 +40,7 @@ class VLLMServe:
             *("--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32", "--enforce-eager"),
             *("--max-num-batched-tokens", "512", "--max-num-seqs", "16", "--seed", "0"),
             *flags,
+            *([] if api_key is None else ["--api-key", api_key]),
         ]
         self._environment = {
             **os.environ,
@@ -46,7 +48,6 @@ class VLLMServe:
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
-            **(environment or {}),
         }
         # Torchrun variables of the test process would make the server believe it is one of several ranks.
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):

@@ -28,7 +28,7 @@ from ..traces.support import SupportError, SupportRows
 from .recorder import SupportCaptureError
 
 _GENERATE = "/generate"
-_INFO = "/get_model_info"
+_INFO = "/get_server_info"
 _UPDATE = "/update_weights_from_disk"
 # Names of ours that SGLang calls otherwise.
 _NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
@@ -101,6 +101,14 @@ class SGLangServer:
             raise RuntimeError(f"{self.url} did not load the weights {version}: {answer.get('message')}")
 
 
+async def connect_sglang(transport: Transport, weights_dir: str | None = None) -> SGLangServer:
+    """The SGLang server behind `transport`, once it is up."""
+    facts = await transport.call("GET", _INFO, None, _read_object, signed=False)
+    server = SGLangServer(transport, weights_dir)
+    server.info["engine_version"] = facts.get("version")
+    return server
+
+
 class SGLangRollout:
     """A `rollout_func` for `SupportReplayGRPOTrainer` that samples with SGLang servers.
 
@@ -135,8 +143,7 @@ class SGLangRollout:
         self._weights_dir = weights_dir
 
         async def connect(transport: Transport) -> SGLangServer:
-            await transport.call("GET", _INFO, None, _read_object, signed=False)
-            return SGLangServer(transport, weights_dir)
+            return await connect_sglang(transport, weights_dir)
 
         self._pool = ServerPool(urls, api_key=api_key, retry=retry, request_timeout=request_timeout, connect=connect)
         self._weights: VersionedWeights | None = None

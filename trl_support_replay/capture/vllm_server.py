@@ -59,6 +59,10 @@ class SupportVLLMServerGeneration(CheckpointWeights):
         request_timeout: seconds that one request may take.
 
     Attributes:
+        pool: the servers. A custom rollout may ask them directly and return what it gets under `ROLLOUT_KEY`. Its
+            requests have the trainer's temperature and `weights_version`; their top_k may be their own.
+        weights_version: name of the weights that the servers were last given; `None` before, and for servers whose
+            weights have no names.
         loaded_step: optimizer step of the weights last loaded into the servers; `None` before the first sync.
         engine_dtype: the servers' data type; `None` when they do not say.
     """
@@ -92,23 +96,24 @@ class SupportVLLMServerGeneration(CheckpointWeights):
         self._request_timeout = request_timeout
         self.loaded_step: int | None = None
         self._num_syncs = 0
-        self._version: str | None = None
+        self.weights_version: str | None = None
         super().__init__(*args, **kwargs)
 
     def _init_vllm(self) -> None:
         urls = self._urls()
         if self._weight_sync == "nccl":
             super()._init_vllm()
-        self._pool = ServerPool(
+        self.pool = ServerPool(
             urls,
             # As on the server, the environment keeps the key out of arguments and logs.
             api_key=os.environ.get("VLLM_API_KEY"),
             retry=Retry(give_up_after=self.server_timeout),
             request_timeout=self._request_timeout,
+            temperature=self.temperature,
         )
         self.engine_dtype: str | None = self._same("dtype")
-        self._max_n = min(server.info["max_n"] for server in self._pool.servers)
-        for server in self._pool.servers:
+        self._max_n = min(server.info["max_n"] for server in self.pool.servers)
+        for server in self.pool.servers:
             if self._support_capture not in ("auto", server.capture):
                 raise ValueError(
                     f"support_capture={self._support_capture!r}, but {server.url} reports supports by its "
@@ -130,7 +135,7 @@ class SupportVLLMServerGeneration(CheckpointWeights):
             self._weights = VersionedWeights(self._weight_sync_dir or "", run)
         self.accelerator.wait_for_everyone()
         logger.info(
-            "Supports come from %s.", ", ".join(f"{server.url} ({server.capture})" for server in self._pool.servers)
+            "Supports come from %s.", ", ".join(f"{server.url} ({server.capture})" for server in self.pool.servers)
         )
 
     def _urls(self) -> list[str]:
@@ -142,7 +147,7 @@ class SupportVLLMServerGeneration(CheckpointWeights):
         return urls
 
     def _same(self, fact: str) -> Any:
-        found = {server.url: server.info[fact] for server in self._pool.servers}
+        found = {server.url: server.info[fact] for server in self.pool.servers}
         if len(set(found.values())) > 1:
             raise ValueError(f"The servers differ in {fact}: {found}. Start them alike.")
         return next(iter(found.values()))
@@ -166,7 +171,7 @@ class SupportVLLMServerGeneration(CheckpointWeights):
             for prompt, count in _runs(prompts, self._max_n if num_generations > 1 else 1)
         ]
         with profiler or nullcontext():
-            groups = self._pool.generate(requests)
+            groups = self.pool.generate(requests)
         samples = [sample for group in groups for sample in group]
         self._refuse_mix(samples)
         completion_ids = [sample.token_ids.tolist() for sample in samples]
@@ -201,7 +206,7 @@ class SupportVLLMServerGeneration(CheckpointWeights):
             sampling=self._sampling(),
             support=recording and self._settings.truncates,
             routes_start=routes_start,
-            weights_version=self._version,
+            weights_version=self.weights_version,
         )
 
     def _routes(self, request: GenerateRequest, sample: Sample, routers: RouterReplay) -> RoutedExperts:
@@ -238,10 +243,10 @@ class SupportVLLMServerGeneration(CheckpointWeights):
 
     def _refuse_mix(self, samples: Sequence[Sample]) -> None:
         versions = {sample.weights_version for sample in samples}
-        if len(versions) > 1 or (self._version is not None and versions - {self._version}):
+        if len(versions) > 1 or (self.weights_version is not None and versions - {self.weights_version}):
             raise WeightsMixError(
                 f"The samples of one batch come from the weights {sorted(map(str, versions))}; the policy's are "
-                f"{self._version}. A server was restarted or synchronised by another run."
+                f"{self.weights_version}. A server was restarted or synchronised by another run."
             )
 
     # ------------------------------------------------------------------------------------------------ weight sync
@@ -253,7 +258,7 @@ class SupportVLLMServerGeneration(CheckpointWeights):
         else:
             super().sync_weights()
             self._label_weights()
-        self._pool.forget_prefixes()
+        self.pool.forget_prefixes()
         self._known_routes.clear()
         self.loaded_step = self._policy_step()
 
@@ -268,21 +273,21 @@ class SupportVLLMServerGeneration(CheckpointWeights):
             finally:
                 for _ in parameters:
                     pass
-            self._pool.set_weights(version, reload=True)
+            self.pool.set_weights(version, reload=True)
             self._weights.remove_before(version)
 
         if not self.accelerator.is_main_process:
             for _ in parameters:
                 pass
         self._on_main(write_and_load)
-        self._version = version
+        self.weights_version = version
 
     def _label_weights(self) -> None:
         # A stock server's weights have no version; the log-probs alone tell whether they are the policy's.
-        if all(server.info["versions"] for server in self._pool.servers):
+        if all(server.info["versions"] for server in self.pool.servers):
             version = f"nccl-{self._num_syncs:06d}"
-            self._on_main(lambda: self._pool.set_weights(version, reload=False))
-            self._version = version
+            self._on_main(lambda: self.pool.set_weights(version, reload=False))
+            self.weights_version = version
 
     def _on_main(self, work: Callable[[], None]) -> None:
         """Run `work` on the main process and raise what it raises on all of them, so that none waits in vain."""

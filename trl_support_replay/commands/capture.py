@@ -14,7 +14,7 @@ from typing import Any
 
 from ..cli import CommandError
 
-_ENGINES = ("transformers", "vllm")
+_ENGINES = ("transformers", "vllm", "vllm-server", "sglang")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,6 +36,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--split", default="train", help="split of a Hub dataset (default: %(default)s)")
     parser.add_argument("--output", required=True, help="folder for the traces")
     parser.add_argument("--engine", choices=_ENGINES, default="transformers", help="(default: %(default)s)")
+    parser.add_argument(
+        "--server_url",
+        nargs="+",
+        default=[],
+        metavar="URL",
+        help="servers that are up, for --engine vllm-server and sglang; --model then names their tokenizer",
+    )
     parser.add_argument("--num_generations", type=int, default=1, help="completions a prompt (default: %(default)s)")
     parser.add_argument("--max_tokens", type=int, default=256, help="longest completion (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=1.0, help="(default: %(default)s)")
@@ -48,6 +55,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--dtype", default="float32", help="data type of the model (default: %(default)s)")
     parser.add_argument("--engine_kwargs", type=json.loads, default={}, help="JSON with further arguments of vllm.LLM")
     args = parser.parse_args(argv)
+    if (args.engine in ("vllm-server", "sglang")) != bool(args.server_url):
+        raise CommandError(
+            f"--engine {args.engine} and --server_url {' '.join(args.server_url) or '(none)'} do not fit."
+        )
 
     from dataclasses import replace
 
@@ -105,7 +116,7 @@ def _settings(args: argparse.Namespace) -> Any:
             min_p=args.min_p,
             repetition_penalty=1.0,
             generation_kwargs=None,
-            use_vllm=args.engine == "vllm",
+            use_vllm=args.engine.startswith("vllm"),
             vllm_structured_outputs_regex=None,
             use_transformers_continuous_batching=False,
         )
@@ -149,12 +160,16 @@ def _generator(args: argparse.Namespace, settings: Any) -> Any:
     request = CaptureRequest(settings, args.num_generations, args.max_tokens, args.seed)
     if args.engine == "vllm":
         return VLLMGenerator(args.model, request, args.dtype, **args.engine_kwargs)
+    if args.engine in ("vllm-server", "sglang"):
+        from ..capture.server_generators import ServerGenerator
+
+        return ServerGenerator(args.engine, args.server_url, request)
     return TransformersGenerator(args.model, request, args.dtype)
 
 
 def _same_capture(path: Path, args: argparse.Namespace) -> None:
     """The folder belongs to one capture; another one's settings would mix into it."""
-    asked = {key: value for key, value in vars(args).items() if key not in ("output", "engine_kwargs")}
+    asked = {key: value for key, value in vars(args).items() if key not in ("output", "engine_kwargs", "server_url")}
     if path.exists():
         found = json.loads(path.read_text())
         for key, value in asked.items():

@@ -38,7 +38,10 @@ class Generator:
 
     def describe(self) -> dict[str, Any]:
         """What a client may want to know before it sends requests."""
+        import vllm
+
         return {
+            "engine_version": vllm.__version__,
             "capture": "native" if self._native else "logprobs",
             "dtype": str(self._config.dtype).removeprefix("torch."),
             "vocab_size": self._vocab_size,

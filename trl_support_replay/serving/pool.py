@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from ..contract import UnreplayableSettingError
 from .prefixes import PrefixIndex
 from .protocol import GenerateRequest, Sample
 from .servers import Server, connect_vllm
@@ -46,6 +47,7 @@ class ServerPool:
         api_key, request_timeout: see `Transport`.
         retry: how long to try again; also how long a server may take to come up.
         connect: makes a server of its connections; default: vLLM's.
+        temperature: the trainer's, which every request that records supports must have; `None` lets each have its own.
 
     Attributes:
         servers: one for each URL, in order.
@@ -62,6 +64,7 @@ class ServerPool:
         retry: Retry = Retry(),  # noqa: B008 - frozen
         request_timeout: float = 1800.0,
         connect: Callable[[Transport], Awaitable[Server]] = connect_vllm,
+        temperature: float | None = None,
     ):
         if not urls:
             raise ValueError("No server URL was given.")
@@ -69,6 +72,7 @@ class ServerPool:
         self._thread = threading.Thread(target=self._loop.run_forever, name="support-replay-client", daemon=True)
         self._thread.start()
         self._affinity = _Affinity(len(urls))
+        self._temperature = temperature
         self._transports = [
             Transport(url, api_key=api_key, retry=retry, request_timeout=request_timeout) for url in urls
         ]
@@ -85,8 +89,18 @@ class ServerPool:
         """The samples of each request, in the order of the requests.
 
         Raises:
+            UnreplayableSettingError: for a request with another temperature than the trainer's.
             GenerationError: when one of them fails for good; the others are then cancelled.
         """
+        for request in requests:
+            temperature = request.sampling.get("temperature", 1.0)
+            if request.support and self._temperature not in (None, temperature):
+                raise UnreplayableSettingError(
+                    "temperature",
+                    temperature,
+                    f"the trainer scores at temperature={self._temperature}",
+                    "Give every request the trainer's temperature; its top_k may be its own",
+                )
         return self._run(self._generate(requests))
 
     async def _generate(self, requests: Sequence[GenerateRequest]) -> list[list[Sample]]:
