@@ -2,8 +2,9 @@
 
 A message is one JSON object. Everything with an entry per token is a packed array (`traces.wire`); the rest are plain
 JSON values. A message has one spelling: what is accepted encodes to the bytes that came in. Rows of a support travel
-with their ids in ascending order, which makes "no id twice" cheap to check. A header carries the SHA-256 of the
-message, so one that was cut short or altered on the way is recognised, whatever content coding it travelled in.
+with their ids in ascending order, which makes "no id twice" cheap to check, and a sampled token travels as its place in
+its row, so that a row without its token cannot be said. A header carries the SHA-256 of the message, so one that was cut
+short or altered on the way is recognised, whatever content coding it travelled in.
 """
 
 from __future__ import annotations
@@ -166,13 +167,17 @@ def encode_samples(request_id: str, samples: Sequence[Sample]) -> bytes:
     """The body that answers a request with its samples, packed one after the other."""
     packed = {
         "lengths": smallest([len(s.token_ids) for s in samples]),
-        "token_ids": smallest(np.concatenate([s.token_ids for s in samples])),
         "logprobs": np.concatenate([s.logprobs for s in samples]).astype(np.float32),
     }
-    if samples[0].support is not None:
+    token_ids = np.concatenate([s.token_ids for s in samples])
+    if samples[0].support is None:
+        packed["token_ids"] = smallest(token_ids)
+    else:
         rows = SupportRows.concatenate([s.support for s in samples if s.support is not None])
+        ids, places = _ascending(rows, token_ids)
         packed["support_sizes"] = smallest(rows.sizes)
-        packed["support_ids"] = smallest(_ascending(rows))
+        packed["support_ids"] = smallest(ids)
+        packed["sampled_places"] = smallest(places)
     if samples[0].routes is not None:
         parts = [s.routes for s in samples if s.routes is not None]
         packed["route_rows"] = smallest([len(part) for part in parts])
@@ -213,9 +218,11 @@ def decode_samples(body: bytes, request: GenerateRequest) -> list[Sample]:
         raise MessageError(
             f"The samples come from weights {message['weights_version']}, and {request.weights_version} was asked for."
         )
-    shapes = {"lengths": ("iu", 1), "token_ids": ("iu", 1), "logprobs": ("f", 1)}
+    shapes = {"lengths": ("iu", 1), "logprobs": ("f", 1)}
     if request.support:
-        shapes |= {"support_sizes": ("iu", 1), "support_ids": ("iu", 1)}
+        shapes |= {"support_sizes": ("iu", 1), "support_ids": ("iu", 1), "sampled_places": ("iu", 1)}
+    else:
+        shapes |= {"token_ids": ("iu", 1)}
     if request.routes_start is not None:
         shapes |= {"route_rows": ("iu", 1), "routes": ("iu", 3)}
     fields = _fields(message, shapes)
@@ -224,17 +231,20 @@ def decode_samples(body: bytes, request: GenerateRequest) -> list[Sample]:
             raise MessageError(f"{name} has {len(message[name])} entries for {request.n} samples.")
     if not all(type(count) is int and count >= 0 for count in message["repaired"]):
         raise MessageError(f"repaired={message['repaired']} are not counts.")
-    ends = _ends(fields, "lengths", "token_ids", request.n)
-    token_ids = fields["token_ids"].astype(np.int32)
     logprobs = fields["logprobs"]
-    if len(logprobs) != len(token_ids):
-        raise MessageError(f"{len(logprobs)} logprobs came with {len(token_ids)} token_ids.")
+    ends = _ends(fields, "lengths", "logprobs", request.n)
+    supports: list[SupportRows | None] = [None] * request.n
+    if request.support:
+        rows, token_ids = _support(fields, len(logprobs))
+        supports = list(rows.split(fields["lengths"]))
+    else:
+        token_ids = fields["token_ids"].astype(np.int32)
+        if len(token_ids) != len(logprobs):
+            raise MessageError(f"{len(token_ids)} token_ids came with {len(logprobs)} logprobs.")
     # A probability of 1 may come out above 1 by a rounding.
     if not np.isfinite(logprobs).all() or (logprobs > _ROUNDING).any():
         raise MessageError("logprobs holds values that are not log-probabilities of sampled tokens.")
-    support, route_ends = None, None
-    if request.support:
-        support = _support(fields, token_ids)
+    route_ends = None
     if request.routes_start is not None:
         if message["routes_start"] != request.routes_start:
             raise MessageError(f"routes_start={message['routes_start']}; {request.routes_start} was asked for.")
@@ -255,7 +265,7 @@ def decode_samples(body: bytes, request: GenerateRequest) -> list[Sample]:
             Sample(
                 token_ids=token_ids[tokens],
                 logprobs=logprobs[tokens],
-                support=None if support is None else support[tokens],
+                support=supports[i],
                 routes=routes,
                 routes_start=message["routes_start"],
                 finish_reason=message["finish_reasons"][i],
@@ -294,31 +304,35 @@ def decode_error(body: bytes) -> dict[str, Any]:
         return {"code": "", "message": body[:200].decode(errors="replace")}
 
 
-def _ascending(rows: SupportRows) -> np.ndarray:
-    """`[nnz]` ids of the rows, ascending in each row."""
-    row_of = np.repeat(np.arange(len(rows), dtype=np.int64), rows.sizes)
-    return (np.sort((row_of << 32) | rows.token_ids) & 0xFFFFFFFF).astype(np.int32)
+def _ascending(rows: SupportRows, token_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`[nnz]` ids of the `T` rows, ascending in each row, and `[T]` the place of each token's id in its row."""
+    rows.validate(sampled_ids=token_ids)
+    row = np.arange(len(rows), dtype=np.int64) << 32
+    keys = np.sort(np.repeat(row, rows.sizes) | rows.token_ids)
+    return (keys & 0xFFFFFFFF).astype(np.int32), np.searchsorted(keys, row | token_ids) - rows.offsets[:-1]
 
 
-def _support(fields: Mapping[str, np.ndarray], token_ids: np.ndarray) -> SupportRows:
-    ends = _ends(fields, "support_sizes", "support_ids", len(token_ids))
+def _support(fields: Mapping[str, np.ndarray], num_tokens: int) -> tuple[SupportRows, np.ndarray]:
+    """The supports of `T` tokens, and `[T]` int32, the tokens."""
+    ends = _ends(fields, "support_sizes", "support_ids", num_tokens)
     try:
         rows = SupportRows(fields["support_ids"], ends)
     except SupportError as error:
         raise MessageError(f"support_ids: {error}") from error
-    if (rows.sizes == 0).any():
-        raise MessageError(f"support_sizes: row {int(np.argmin(rows.sizes))} is empty, and every token was sampled.")
-    ids = rows.token_ids
+    ids, places = rows.token_ids, fields["sampled_places"]
+    if len(places) != num_tokens:
+        raise MessageError(f"{len(places)} sampled_places came with {num_tokens} logprobs.")
+    outside = (places < 0) | (places >= fields["support_sizes"])
+    if outside.any():
+        row = int(np.argmax(outside))
+        size = int(fields["support_sizes"][row])
+        raise MessageError(f"sampled_places[{row}]={places[row]} is no place in a row of {size} ids.")
     rises = ids[1:] > ids[:-1]
     rises[ends[1:-1] - 1] = True  # from one row to the next
     if not rises.all() or ids.min(initial=0) < 0:
         place = int(np.argmin(rises))
         raise MessageError(f"support_ids: ids {ids[place : place + 2]} in one row do not ascend from 0.")
-    held = rows.contains(token_ids)
-    if not held.all():
-        row = int(np.argmin(held))
-        raise MessageError(f"support_ids: row {row} does not hold the sampled id {token_ids[row]}.")
-    return rows
+    return rows, ids[ends[:-1] + places]
 
 
 def _ends(fields: Mapping[str, np.ndarray], sizes: str, values: str, count: int) -> np.ndarray:
