@@ -97,7 +97,7 @@ class FaultyProxy:
         try:
             server_writer.write(request)
             await server_writer.drain()
-            answer = await _message(server_reader)
+            answer = await _unless_closed(_message(server_reader), reader)
         finally:
             server_writer.close()
         if kind == "drop_response":
@@ -117,6 +117,20 @@ class FaultyProxy:
         await writer.drain()
         # After a damaged head, client and proxy may differ in where the next message begins.
         return kind != "flip"
+
+
+async def _unless_closed(answer, client_reader) -> bytes:
+    """The answer, or `ConnectionError` as soon as the client hangs up, so that the server hears of it."""
+    tasks = [asyncio.ensure_future(answer), asyncio.ensure_future(client_reader.read(1))]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not tasks[0].done():
+            raise ConnectionResetError("the client is gone")
+        return tasks[0].result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _message(reader) -> bytes:

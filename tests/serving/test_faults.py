@@ -132,7 +132,7 @@ def test_a_refusal_is_not_repeated(proxied, pool_of):
 
 def test_one_lost_request_stops_the_batch_and_the_engine(proxied, pool_of, engine):
     engine.gate.clear()
-    proxy = proxied([Fault("status", status=413)])
+    proxy = proxied([None, None, None, None, Fault("status", status=413)])
     with pytest.raises(GenerationError, match="0 of 5"):
         generate_and_check(pool_of(proxy.url), count=5)
     deadline = time.monotonic() + 5

@@ -2,9 +2,9 @@
 
 A message is one JSON object. Everything with an entry per token is a packed array (`traces.wire`); the rest are plain
 JSON values. A message has one spelling: what is accepted encodes to the bytes that came in. Rows of a support travel
-with their ids in ascending order, which makes "no id twice" cheap to check, and a sampled token travels as its place in
-its row, so that a row without its token cannot be said. A header carries the SHA-256 of the message, so one that was cut
-short or altered on the way is recognised, whatever content coding it travelled in.
+with ids in ascending order, which makes "no id twice" cheap to check, and a sampled token travels as its place in
+its row, so that a row without its token cannot be said. A header carries the SHA-256 of the message, so one that was
+cut short or altered on the way is recognised, whatever content coding it travelled in.
 """
 
 from __future__ import annotations
