@@ -1,23 +1,29 @@
-"""How fast and how large is the scorer, against TRL's fused head and a plain gather of weight rows?
+"""How fast and how large is the scorer, against TRL's fused head, pair projections and a bare dense product?
 
-    python -m benchmarks.scorer                     # V=151,936, H=1,024, N=2,048; writes benchmarks/data/scorer.csv
-    python -m benchmarks.scorer --vocab 49152 --tokens 512 --repeats 5
+    python -m benchmarks.scorer                      # the size that the goals are set for; a few minutes
+    python -m benchmarks.scorer --vocab 49152 151936 --hidden 1024 4096 --supports realistic k20 k64 wide
+    python -m benchmarks.scorer --threads 2 --repeats 5 --output benchmarks/data/scorer_2_threads.csv
 
-Forward and backward of the summed log-probs, on the same inputs, in one run, the contenders in turn. TRL's head is
-called as its GRPO trainer calls it (log-probs and entropy, all tokens, chunks of its own size). `gather` is the
-straightforward candidate path: `weight[ids]` for every pair of token and candidate, a batched dot product, and an
-`index_add` for the weight gradient. A trained head needs the gradient of the weight, which is a zero-filled
-`[V, H]` tensor in every contender; a frozen one (LoRA) does not.
+Forward and backward of the summed log-probs, on the same inputs, in one run; `benchmarks/scorer_baselines.py` has the
+contenders. `replay` includes the making of its plan from host arrays, which a trainer does once a batch. A trained head
+needs the gradient of its weight, `[V, H]` in every contender; a frozen one (LoRA) does not. `replay_read` is a trained
+head whose gradient is also read once (its norm, as gradient clipping does): the scorer leaves it to the operating
+system to clear the rows that it does not touch, and this shows what the rest of a step pays for that.
 
-Supports: 47 % singletons, median 2, mean 8, 99th percentile 82. Times are medians; memory is the peak of the resident
-set above what the inputs take, each contender in a process of its own. Runs on a GPU as it stands (`--device cuda`),
-where memory is what the allocator reports.
+Supports: `realistic` has 47 % singletons, median 2, mean about 8, 99th percentile about 82; `k20` and `k64` have that
+many ids in every row; `wide` has one row of 20,000 ids among singletons. Ids are Zipf-distributed, or uniform (`--ids
+uniform`), where no two tokens share candidates.
+
+Times are medians, of the wall clock and of the processor time of all threads; the latter with `--threads 1` is what can
+be trusted on a machine that others use. Memory is the peak of the resident set above the inputs, each contender in a
+process of its own. On a GPU (`--device cuda`) memory is what the allocator reports.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import json
 import os
 import platform
@@ -25,7 +31,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -33,8 +38,11 @@ import torch
 
 from trl_support_replay.scoring import LMHead, SupportCSR, score_support
 
+from .scorer_baselines import BASELINES, DENSE
+
 DATA = Path(__file__).parent / "data"
-CONTENDERS = ("replay", "gather", "trl")
+SUPPORTS = ("realistic", "k20", "k64", "wide")
+CONTENDERS = ("replay", "replay_read", *BASELINES)
 
 
 def realistic_sizes(num_tokens: int, rng: np.random.Generator) -> np.ndarray:
@@ -45,18 +53,33 @@ def realistic_sizes(num_tokens: int, rng: np.random.Generator) -> np.ndarray:
     return np.minimum(sizes, 500)
 
 
-def make_supports(sizes: np.ndarray, vocab: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Zipf-distributed candidates without repetition in a row: ids `[nnz]`, offsets `[N + 1]`, sampled ids `[N]`."""
+def make_sizes(kind: str, num_tokens: int, rng: np.random.Generator) -> np.ndarray:
+    """`[N]` support sizes of a kind among `SUPPORTS`."""
+    if kind == "realistic":
+        return realistic_sizes(num_tokens, rng)
+    sizes = np.ones(num_tokens, np.int64)
+    if kind == "wide":
+        sizes[num_tokens // 2] = 20_000
+    else:
+        sizes[:] = int(kind[1:])
+    return sizes
+
+
+def make_supports(
+    sizes: np.ndarray, vocab: int, rng: np.random.Generator, law: str = "zipf"
+) -> tuple[np.ndarray, np.ndarray]:
+    """Candidates without repetition in a row, the sampled one first: ids `[nnz]` and offsets `[N + 1]`."""
     rank_of = rng.permutation(vocab)
     rows = []
     for size in sizes:
-        row = np.unique(np.minimum(rng.zipf(1.2, 4 * size + 8), vocab) - 1)[: 4 * size]
+        row = np.zeros(0, np.int64)
+        if law == "zipf":
+            row = np.unique(np.minimum(rng.zipf(1.2, 4 * size + 8), vocab) - 1)
+            row = row[: 4 * size]
         while len(row) < size:
             row = np.unique(np.concatenate([row, rng.integers(0, vocab, size)]))
         rows.append(rank_of[rng.permutation(row)[:size]])
-    offsets = np.concatenate([[0], np.cumsum(sizes)])
-    ids = np.concatenate(rows).astype(np.int64)
-    return ids, offsets, ids[offsets[:-1]]
+    return np.concatenate(rows).astype(np.int64), np.concatenate([[0], np.cumsum(sizes)])
 
 
 class Case:
@@ -69,41 +92,29 @@ class Case:
         self.hidden = torch.randn(args.tokens, args.hidden, generator=generator).to(self.device).requires_grad_()
         self.weight = (torch.randn(args.vocab, args.hidden, generator=generator) / args.hidden**0.5).to(self.device)
         self.weight.requires_grad_(trained)
-        self.ids, self.offsets, sampled = make_supports(realistic_sizes(args.tokens, rng), args.vocab, rng)
-        self.sampled = torch.from_numpy(sampled).to(self.device)
+        sizes = make_sizes(args.supports, args.tokens, rng)
+        self.ids, self.offsets = make_supports(sizes, args.vocab, rng, args.ids)
+        self.on_device = torch.from_numpy(self.ids).to(self.device), torch.from_numpy(self.offsets).to(self.device)
+        self.sampled = torch.from_numpy(self.ids[self.offsets[:-1]]).to(self.device)
 
-    def replay(self) -> torch.Tensor:
+    def forward(self, contender: str) -> torch.Tensor:
+        if contender in BASELINES:
+            return BASELINES[contender](self.hidden, self.weight, self.sampled, *self.on_device)
         support = SupportCSR.from_numpy(self.ids, self.offsets, device=self.device)
         scores = score_support(self.hidden, LMHead(self.weight), self.sampled, support)
         assert scores.logprobs is not None
         return scores.logprobs
 
-    def gather(self) -> torch.Tensor:
-        ids = torch.from_numpy(self.ids).to(self.device)
-        rows = torch.repeat_interleave(torch.from_numpy(np.diff(self.offsets)).to(self.device))
-        logits = (self.weight[ids] * self.hidden[rows]).sum(-1)
-        n = len(self.sampled)
-        highest = torch.full((n,), -torch.inf, device=self.device)
-        highest = highest.scatter_reduce(0, rows, logits.detach(), "amax")
-        total = torch.zeros(n, device=self.device).index_add(0, rows, (logits - highest[rows]).exp())
-        first = torch.from_numpy(self.offsets[:-1]).to(self.device)
-        return logits[first] - highest - total.log()
-
-    def trl(self) -> torch.Tensor:
-        from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE, _ChunkedLogProbFunction
-
-        outputs = _ChunkedLogProbFunction.apply(
-            self.hidden, self.weight, None, self.sampled, 1.0, _CHUNKED_LOGPROB_CHUNK_SIZE, None, 1.0,
-            ("log_probs", "entropy"),
-        )  # fmt: skip
-        return outputs[0]
-
     def step(self, contender: str) -> None:
         self.hidden.grad = self.weight.grad = None
-        forward: Callable[[], torch.Tensor] = getattr(self, contender)
-        forward().sum().backward()
+        self.forward(contender).sum().backward()
+        if contender == "replay_read" and self.weight.grad is not None:
+            self.weight.grad.norm()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+
+    def clear(self) -> None:
+        self.hidden.grad = self.weight.grad = None
 
 
 def start_peak() -> int:
@@ -118,22 +129,26 @@ def peak_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
-def seconds(case: Case, contender: str) -> float:
-    started = time.perf_counter()
+def measure(case: Case, contender: str) -> tuple[float, float]:
+    """Seconds of the wall clock, and of processor time, of one step."""
+    case.clear()
+    wall, processor = time.perf_counter(), time.process_time()
     case.step(contender)
-    return time.perf_counter() - started
+    return time.perf_counter() - wall, time.process_time() - processor
 
 
 def peak_memory(args: argparse.Namespace, contender: str, trained: bool) -> float:
     """MiB above the inputs, in a new process."""
     command = [sys.executable, "-m", "benchmarks.scorer", "--child", contender, "--trained", str(int(trained))]
-    for name in ("vocab", "hidden", "tokens", "threads", "device"):
+    for name in ("vocab", "hidden", "tokens", "supports", "ids", "threads", "device"):
         command += [f"--{name}", str(getattr(args, name))]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])["mib"]
 
 
 def child(args: argparse.Namespace) -> None:
+    for name in ("vocab", "hidden", "supports"):
+        setattr(args, name, getattr(args, name)[0])
     case = Case(args, bool(args.trained))
     if case.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -148,13 +163,89 @@ def child(args: argparse.Namespace) -> None:
     print(json.dumps({"mib": (peak_bytes() - before) / 2**20}))
 
 
+def processor_name() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def run_table(args: argparse.Namespace) -> list[dict]:
+    """One row for each size, kind of support, head and contender."""
+    rows: list[dict] = []
+    dense: dict[tuple, dict[str, float]] = {}
+    table = itertools.product(args.vocab, args.hidden, args.supports, (True, False))
+    for vocab, hidden, supports, trained in table:
+        one = argparse.Namespace(**vars(args) | {"vocab": vocab, "hidden": hidden, "supports": supports})
+        case = Case(one, trained)
+        sizes = np.diff(case.offsets)
+        values = {name: case.forward(name).detach() for name in ("replay", "chunks")}
+        torch.testing.assert_close(values["replay"], values["chunks"], atol=1e-4, rtol=1e-4)
+        base: dict[str, float] = {}
+        for contender in CONTENDERS:
+            key = (vocab, hidden, trained, contender)
+            if contender not in args.contenders or (contender == "replay_read" and not trained):
+                continue
+            if key not in dense:
+                case.step(contender)  # warm up
+                repeats = args.repeats if contender in DENSE else 3 * args.repeats
+                wall, processor = zip(*(measure(case, contender) for _ in range(repeats)), strict=True)
+                case.clear()
+                figures = {
+                    "seconds_median": round(statistics.median(wall), 5),
+                    "seconds_min": round(min(wall), 5),
+                    "seconds_max": round(max(wall), 5),
+                    "processor_seconds_median": round(statistics.median(processor), 5),
+                    "peak_mib": round(peak_memory(one, contender, trained), 1),
+                }
+            else:
+                figures = dense[key]
+            if contender in DENSE:
+                dense[key] = figures
+            base = base or figures
+            ratio = figures["processor_seconds_median"] / base["processor_seconds_median"]
+            rows.append(
+                {
+                    "contender": contender,
+                    "head": "trained" if trained else "frozen",
+                    "vocab": vocab,
+                    "hidden": hidden,
+                    "tokens": args.tokens,
+                    "supports": supports,
+                    "ids": args.ids,
+                    "support_mean": round(float(sizes.mean()), 2),
+                    "support_median": float(np.median(sizes)),
+                    "support_p99": float(np.quantile(sizes, 0.99)),
+                    "singletons": round(float((sizes == 1).mean()), 3),
+                    **figures,
+                    "times_replay": round(figures["seconds_median"] / base["seconds_median"], 2),
+                    "processor_times_replay": round(ratio, 2),
+                    "threads": args.threads,
+                    "device": args.device,
+                    "processor": processor_name(),
+                    "torch": torch.__version__,
+                }
+            )
+            print(
+                f"V={vocab:<7} H={hidden:<5} {supports:>9} {rows[-1]['head']:>7} head  {contender:>11}: "
+                f"{figures['seconds_median']:9.4f} s, processor {figures['processor_seconds_median']:9.4f} s "
+                f"({ratio:7.1f} x replay)  {figures['peak_mib']:9.1f} MiB",
+                flush=True,
+            )
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vocab", type=int, default=151_936)
-    parser.add_argument("--hidden", type=int, default=1_024)
+    parser.add_argument("--vocab", type=int, nargs="+", default=[151_936])
+    parser.add_argument("--hidden", type=int, nargs="+", default=[1_024])
     parser.add_argument("--tokens", type=int, default=2_048)
+    parser.add_argument("--supports", nargs="+", choices=SUPPORTS, default=["realistic"])
+    parser.add_argument("--ids", choices=("zipf", "uniform"), default="zipf", help="which ids are likely")
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument(
-        "--repeats", type=int, default=3, help="timed runs of TRL's head; the others get three times as many"
+        "--repeats", type=int, default=3, help="timed runs of the dense contenders; the others get three times as many"
     )
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--device", default="cpu")
@@ -166,52 +257,7 @@ def main() -> None:
     if args.child:
         child(args)
         return
-
-    rows = []
-    for trained in (True, False):
-        case = Case(args, trained)
-        sizes = np.diff(case.offsets)
-        times: dict[str, list[float]] = {name: [] for name in CONTENDERS}
-        for contender in CONTENDERS:
-            case.step(contender)  # warm up
-        values = {name: getattr(case, name)().detach() for name in CONTENDERS}
-        torch.testing.assert_close(values["replay"], values["gather"], atol=1e-4, rtol=1e-4)
-        for _ in range(args.repeats):
-            times["trl"].append(seconds(case, "trl"))
-            for _ in range(3):
-                times["replay"].append(seconds(case, "replay"))
-                times["gather"].append(seconds(case, "gather"))
-        del case
-        base = statistics.median(times["replay"])
-        memory = {name: peak_memory(args, name, trained) for name in CONTENDERS}
-        for name in CONTENDERS:
-            median = statistics.median(times[name])
-            rows.append(
-                {
-                    "contender": name,
-                    "head": "trained" if trained else "frozen",
-                    "vocab": args.vocab,
-                    "hidden": args.hidden,
-                    "tokens": args.tokens,
-                    "support_mean": round(float(sizes.mean()), 2),
-                    "support_median": float(np.median(sizes)),
-                    "support_p99": float(np.quantile(sizes, 0.99)),
-                    "singletons": round(float((sizes == 1).mean()), 3),
-                    "seconds_median": round(median, 5),
-                    "seconds_min": round(min(times[name]), 5),
-                    "seconds_max": round(max(times[name]), 5),
-                    "times_replay": round(median / base, 2),
-                    "peak_mib": round(memory[name], 1),
-                    "threads": args.threads,
-                    "device": torch.cuda.get_device_name() if args.device == "cuda" else platform.processor() or "cpu",
-                    "torch": torch.__version__,
-                }
-            )
-            print(
-                f"{rows[-1]['head']:>8} head  {name:>7}: {median:9.4f} s  {rows[-1]['times_replay']:8.1f} x replay  "
-                f"{memory[name]:9.1f} MiB",
-                flush=True,
-            )
+    rows = run_table(args)
     args.output.parent.mkdir(exist_ok=True)
     with open(args.output, "w", newline="") as file:
         writer = csv.DictWriter(file, rows[0])

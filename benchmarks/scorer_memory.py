@@ -46,7 +46,7 @@ def main() -> int:
     parser.add_argument("--hidden", type=int, default=1_024)
     parser.add_argument("--tokens", type=int, default=2_048)
     args = parser.parse_args()
-    args.device = "cpu"
+    args.device, args.supports, args.ids = "cpu", "realistic", "zipf"
     failed = False
     for trained in (True, False):
         case = Case(args, trained)

@@ -1,15 +1,19 @@
 """Log-probs of sampled tokens over the sets they were drawn from, and what follows from them."""
 
 from .candidates import SupportCSR
-from .head_from_model import lm_head_from_model
+from .head_from_model import ModelHead, lm_head_from_model
+from .layout import ScoredTokens, TokenMetadataLayout
 from .lm_head import LMHead, LoRAFactors, VocabShard
 from .support_scores import SupportScores, score_support, score_support_from_logits
 
 __all__ = [
     "LMHead",
     "LoRAFactors",
+    "ModelHead",
+    "ScoredTokens",
     "SupportCSR",
     "SupportScores",
+    "TokenMetadataLayout",
     "VocabShard",
     "lm_head_from_model",
     "score_support",

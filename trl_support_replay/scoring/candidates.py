@@ -83,6 +83,23 @@ class SupportCSR:
             self._host["offsets"] = self.offsets.cpu().numpy()
         return self._host["offsets"]
 
+    def take(self, rows: np.ndarray) -> SupportCSR:
+        """The rows at some indices, in their order.
+
+        Args:
+            rows: host integers.
+        """
+        starts, sizes = self.host_offsets[rows], np.diff(self.host_offsets)[rows]
+        offsets = np.concatenate([[0], np.cumsum(sizes)])
+        source = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], sizes)
+        return SupportCSR.from_numpy(self.host_token_ids[source], offsets, self.device)
+
+    def to(self, device: torch.device | str) -> SupportCSR:
+        """The same supports on another device."""
+        if torch.device(device) == self.device:
+            return self
+        return SupportCSR.from_numpy(self.host_token_ids, self.host_offsets, device)
+
     def validate(self, sampled_ids: Any, vocab_size: int) -> None:
         """Check on the host that these are supports of these tokens. Rows without recorded support pass.
 

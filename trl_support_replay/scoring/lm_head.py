@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -26,17 +27,19 @@ class VocabShard:
 
 @dataclass
 class LoRAFactors:
-    """A low-rank addition to the head: its weight is `weight + scaling * b @ a`.
+    """A low-rank addition to the head: its weight is `weight + scaling * b @ a`, behind a dropout of the states.
 
     Attributes:
         a: `[r, H]`.
         b: `[V_local, r]`.
         scaling: factor of the product.
+        dropout: of the hidden states that go into `a`; `None` for none.
     """
 
     a: torch.Tensor
     b: torch.Tensor
     scaling: float
+    dropout: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 @dataclass

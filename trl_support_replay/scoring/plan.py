@@ -16,7 +16,7 @@ BLOCK_ROWS = {"cpu": 32, "cuda": 128}
 TILE_COLUMNS = 8192
 
 # What a union product costs, in units of one pair computed alone (a dot product that is bound by memory): per cell of
-# the product, and per gathered row. Measured on one core with AVX-512, float32; see benchmarks/scorer.py --crossover.
+# the product, and per gathered row. Measured on one core with AVX-512, float32; see benchmarks/scorer_crossover.py.
 CELL_COST = 1 / 32
 GATHER_COST = 1.5
 
@@ -65,8 +65,8 @@ def make_plan(
     Args:
         ids: `[nnz]` integers, candidates of all rows.
         offsets: `[N + 1]` int64.
-        kernel: "union" for union products only; "sparse" leaves them to the blocks where they cost less than one dot
-            product a pair.
+        kernel: "union" for union products only; "sparse" (CPU) and "triton" (CUDA) leave them to the blocks where they
+            cost less than one dot product a pair.
 
     Raises:
         ValueError: an id twice in a row.
@@ -111,9 +111,8 @@ def _make_blocks(
 ) -> tuple[Block, ...]:
     def sparse(first: int, last: int) -> Block:
         pairs = slice(int(row_offsets[first]), int(row_offsets[last]))
-        return _sparse_block(
-            rows[first:last], row_offsets[first : last + 1], pair_rows[pairs] - first, places[pairs], union, device
-        )
+        of_rows = rows[first:last], row_offsets[first : last + 1], pair_rows[pairs] - first, places[pairs]
+        return _sparse_block(*of_rows, union, kernel, device)
 
     blocks: list[Block] = []
     step = BLOCK_ROWS[device.type]
@@ -165,20 +164,32 @@ def _sparse_block(
     pair_rows: np.ndarray,
     places: np.ndarray,
     union: np.ndarray,
+    kernel: str,
     device: torch.device,
-) -> SparseBlock:
+) -> Block:
     by_id = np.argsort(places, kind="stable")
     columns, starts = np.unique(places[by_id], return_index=True)
-    return SparseBlock(
-        tokens=to_device(tokens, device),
-        pairs=slice(int(offsets[0]), int(offsets[-1])),
-        row_offsets=to_device(offsets - offsets[0], device),
-        pair_ids=to_device(union[places], device),
-        ids=to_device(union[columns], device),
-        places=to_device(columns, device),
-        id_offsets=np.append(starts, len(places)),
-        by_id=to_device(by_id, device),
-        rows_by_id=to_device(pair_rows[by_id], device),
+    id_offsets = np.append(starts, len(places))
+    pairs = slice(int(offsets[0]), int(offsets[-1]))
+    shared = {
+        "tokens": to_device(tokens, device),
+        "row_offsets": to_device(offsets - offsets[0], device),
+        "pair_ids": to_device(union[places], device),
+        "ids": to_device(union[columns], device),
+        "places": to_device(columns, device),
+        "by_id": to_device(by_id, device),
+    }
+    if kernel == "sparse":
+        return SparseBlock(**shared, pairs=pairs, id_offsets=id_offsets, rows_by_id=to_device(pair_rows[by_id], device))
+    from .kernels_triton import TritonBlock
+
+    return TritonBlock(
+        **shared,
+        pairs=pairs,
+        id_offsets=to_device(id_offsets, device),
+        pair_tokens=to_device(tokens[pair_rows], device),
+        tokens_by_id=to_device(tokens[pair_rows[by_id]], device),
+        in_order=to_device(np.arange(len(places)), device),
     )
 
 

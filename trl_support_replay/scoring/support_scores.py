@@ -7,6 +7,7 @@ with `z` the logits after scale, softcap and temperature, and `S` fixed.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 from .candidates import SupportCSR
 from .collectives import max_over_group, share_with_group, sum_over_group
+from .head_from_model import ModelHead
 from .head_projection import HeadProjection
 from .lm_head import LMHead, VocabShard
 from .plan import CandidatePlan
@@ -27,7 +29,7 @@ from .row_statistics import RowStatistics, SegmentPick, SegmentStatistics, segme
 
 OUTPUTS = ("logprobs", "support_entropy", "full_logprobs", "full_entropy", "log_mass")
 FULL_OUTPUTS = frozenset(("full_logprobs", "full_entropy", "log_mass"))
-IMPLEMENTATIONS = ("auto", "reference", "union", "sparse")
+IMPLEMENTATIONS = ("auto", "reference", "union", "sparse", "triton")
 EMPTY_ROWS = ("error", "full")
 
 
@@ -52,7 +54,7 @@ class SupportScores:
 
 def score_support(
     hidden: torch.Tensor,
-    head: LMHead,
+    head: LMHead | ModelHead,
     sampled_ids: torch.Tensor,
     support: SupportCSR,
     *,
@@ -72,15 +74,16 @@ def score_support(
 
     Args:
         hidden: `[N, H]`, the states that predict the sampled tokens.
-        head: the output projection.
+        head: the output projection: an `LMHead`, or what `lm_head_from_model` returns.
         sampled_ids: `[N]` integers.
         support: `N` rows of candidate ids.
         temperature: the sampler's softmax temperature.
         outputs: names among those of `SupportScores`. `full_logprobs`, `full_entropy` and `log_mass` cost a projection
             on the whole vocabulary; the support's logits then come from the same projection.
-        implementation: "union" projects blocks of tokens on all their candidates; "sparse" projects pairs one by one
-            where that costs less (CPU; weight in the precision of the scores); "reference" is the slow one by which
-            they are judged, and holds the `[N, V]` logits; "auto" takes the fastest.
+        implementation: "union" projects blocks of tokens on all their candidates; "sparse" (CPU, with the weight in the
+            precision of the scores) and "triton" (CUDA) project pairs one by one where that costs less; "reference" is
+            the slow one by which they are judged, and holds the `[N, V]` logits; "auto" takes sparse or triton where it
+            can, else union.
         empty_rows: "error" refuses rows without recorded support; "full" scores them over the whole vocabulary, at the
             cost of a full projection for those rows.
 
@@ -92,6 +95,27 @@ def score_support(
     _check(hidden, sampled_ids, support, temperature, outputs, empty_rows)
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation='{implementation}' is not among {', '.join(IMPLEMENTATIONS)}.")
+    settings = (temperature, tuple(outputs), implementation)
+    if isinstance(head, LMHead):
+        return _score(hidden, head, sampled_ids, support, *settings)
+
+    def score(hidden: torch.Tensor, resolved: LMHead) -> tuple[torch.Tensor, ...]:
+        device = hidden.device
+        scores = _score(hidden, resolved, sampled_ids.to(device), support.to(device), *settings)
+        return tuple(getattr(scores, name) for name in outputs)
+
+    return SupportScores(**dict(zip(outputs, head.call(hidden, score), strict=True)))
+
+
+def _score(
+    hidden: torch.Tensor,
+    head: LMHead,
+    sampled_ids: torch.Tensor,
+    support: SupportCSR,
+    temperature: float,
+    outputs: tuple[str, ...],
+    implementation: str,
+) -> SupportScores:
     if hidden.shape[1] != head.weight.shape[1]:
         raise ValueError(f"hidden has width {hidden.shape[1]} and the head's weight {head.weight.shape[1]}.")
     transform = LogitTransform(head.logit_scale, head.softcap, temperature)
@@ -157,7 +181,8 @@ def _shared_inputs(hidden: torch.Tensor, head: LMHead) -> tuple[torch.Tensor, to
     if head.lora is None or lora_a is None:
         return hidden, None, None
     dtype = compute_dtype(hidden, head.weight)
-    return hidden, hidden.to(dtype) @ lora_a.to(dtype).T * head.lora.scaling, head.lora.b
+    states = hidden if head.lora.dropout is None else head.lora.dropout(hidden)
+    return hidden, states.to(dtype) @ lora_a.to(dtype).T * head.lora.scaling, head.lora.b
 
 
 def _score_dense(
@@ -250,13 +275,18 @@ def _log_normaliser(rows: RowStatistics) -> torch.Tensor:
 
 
 def _kernel(implementation: str, hidden: torch.Tensor, weight: torch.Tensor) -> str:
-    can_sparse = weight.device.type == "cpu" and weight.dtype == compute_dtype(hidden, weight)
+    """The kind of product that a plan is made for."""
+    device, dtype = weight.device.type, compute_dtype(hidden, weight)
+    can_sparse = device == "cpu" and weight.dtype == dtype
     if implementation == "sparse" and not can_sparse:
         raise ValueError(
-            f"implementation='sparse' needs a weight in {compute_dtype(hidden, weight)} on a CPU, not {weight.dtype} "
-            f"on {weight.device}. Use 'union' or 'auto'."
+            f"implementation='sparse' needs a weight in {dtype} on a CPU, not {weight.dtype} on {weight.device}. Use "
+            "'union' or 'auto'."
         )
-    return "sparse" if can_sparse and implementation in ("auto", "sparse") else "union"
+    if implementation == "auto":
+        has_triton = device == "cuda" and importlib.util.find_spec("triton") is not None
+        return "sparse" if can_sparse else "triton" if has_triton else "union"
+    return "union" if implementation == "reference" else implementation
 
 
 def _plan(
