@@ -140,16 +140,20 @@ class KeptAnswers:
         return results
 
 
-def cpu_microseconds(loads: Sequence[Callable[[], Any]], repeats: int) -> np.ndarray:
-    """`[len(loads), repeats]` CPU times of the process; the cases take turns, so that a busy machine is fair to all."""
+def cpu_microseconds(loads: Sequence[Callable[[], Any]], repeats: int, in_a_row: int = 5) -> np.ndarray:
+    """`[len(loads), repeats]` CPU times of the process, each the mean of some loads in a row.
+
+    The cases take turns, so that a busy machine is fair to all. In a row, since a load of a few hundred microseconds is
+    otherwise measured with the caches that another case left behind.
+    """
     times = np.zeros((len(loads), repeats + 1))
     for repeat in range(repeats + 1):
         for case, load in enumerate(loads):
             gc.collect()
             start = time.process_time()
-            result = load()
-            times[case, repeat] = (time.process_time() - start) * 1e6
-            del result
+            for _ in range(in_a_row):
+                load()
+            times[case, repeat] = (time.process_time() - start) * 1e6 / in_a_row
     return times[:, 1:]
 
 
