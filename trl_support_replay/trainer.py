@@ -33,6 +33,7 @@ from .replay_check import GapStatistics, ReplayGapError, Tolerance, explain
 from .replay_head import ReplayCaller, add_replay_head, recorded_mask
 from .replay_metrics import route_metrics, support_metrics
 from .route_sessions import RouteSessions
+from .tensor_parallel import check_tensor_parallel, seed_alike
 from .trace_saving import TraceSaver
 from .traces.columns import Trace
 
@@ -109,6 +110,7 @@ class SupportReplayGRPOTrainer(GRPOTrainer):
         else:
             self._offline = None
         self.sampling_settings = check_contract(args, _own_generation_config(model, args))
+        check_tensor_parallel(model, args)
         self.replays_support = self.sampling_settings.truncates
         self.replays_routes = args.routed_experts_replay
         self._routes = RouteSessions()
@@ -157,6 +159,7 @@ class SupportReplayGRPOTrainer(GRPOTrainer):
             names["VLLMGeneration"] = self._build_server_client if args.vllm_mode == "server" else build_engine
         with rebound(trl_grpo, **names):
             super().__init__(model, reward_funcs, args, **kwargs)
+        seed_alike(self.model, args, self.accelerator.process_index)
         if args.save_traces:
             self._saver = TraceSaver(args, self)
             self.add_callback(self._saver)

@@ -1,5 +1,6 @@
 """The real trainer in two processes: three optimizer steps equal those of one process."""
 
+import functools
 import json
 import os
 import subprocess
@@ -11,13 +12,19 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.trainer.conftest import character_tokenizer
+from trl_support_replay import SupportReplayGRPOConfig
+from trl_support_replay.tensor_parallel import check_tensor_parallel
 
 WORKER = Path(__file__).with_name("trainer_worker.py")
 TORCHRUN = ["torch.distributed.run", "--standalone"]
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
-def model_path(request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return functools.cache(lambda tied: save_model(tmp_path_factory.mktemp("model"), tied))
+
+
+def save_model(path, tied):
     torch.manual_seed(1)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -28,13 +35,12 @@ def model_path(request, tmp_path_factory):
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=64,
-            tie_word_embeddings=request.param,
+            tie_word_embeddings=tied,
             pad_token_id=0,
             bos_token_id=1,
             eos_token_id=2,
         )
     )
-    path = tmp_path_factory.mktemp("model")
     model.save_pretrained(path)
     character_tokenizer().save_pretrained(path)
     return str(path)
@@ -50,21 +56,21 @@ def launch(arguments, model, output, settings, timeout=240):
     }
     output.mkdir()
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-16000:]
     return torch.load(output / "result.pt")
 
 
 @pytest.fixture(scope="module")
 def single(model_path, tmp_path_factory):
+    """What one process comes to, with the same settings."""
     results = {}
 
-    def run(**settings):
-        key = json.dumps(settings, sort_keys=True)
+    def run(tied, settings):
+        key = tied, json.dumps(settings, sort_keys=True)
         if key not in results:
             output = tmp_path_factory.mktemp("single") / "run"
-            results[key] = launch(
-                TORCHRUN + ["--nproc_per_node=1"], model_path, output, {"per_device_train_batch_size": 8} | settings
-            )
+            settings = {"per_device_train_batch_size": 8} | settings
+            results[key] = launch([*TORCHRUN, "--nproc_per_node=1"], model_path(tied), output, settings)
         return results[key]
 
     return run
@@ -113,27 +119,62 @@ def zero_config(tmp_path, stage):
     return ["accelerate.commands.launch", "--config_file", str(config)]
 
 
+FULL = {"beta": 0.1, "kl_scope": "full", "entropy_scope": "full", "entropy_coef": 0.01}
 SETTINGS = [
-    pytest.param({}, id="plain"),
-    pytest.param(
-        {"beta": 0.1, "kl_scope": "full", "entropy_scope": "full", "entropy_coef": 0.01}, id="full KL and entropy"
-    ),
-    pytest.param({"lora": True, "beta": 0.1}, id="LoRA", marks=pytest.mark.slow),
+    pytest.param(False, {}, id="untied"),
+    pytest.param(True, FULL, id="tied, full KL and entropy"),
+    pytest.param(True, {}, id="tied", marks=pytest.mark.slow),
+    pytest.param(False, FULL, id="untied, full KL and entropy", marks=pytest.mark.slow),
+]
+LORA = [
+    pytest.param(tied, {"lora": True, "beta": 0.1}, id=f"{name}, LoRA", marks=pytest.mark.slow)
+    for tied, name in ((False, "untied"), (True, "tied"))
 ]
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-def test_ddp(model_path, single, tmp_path, settings):
-    got = launch(
-        [*TORCHRUN, "--nproc_per_node=2"],
-        model_path,
-        tmp_path / "run",
-        settings | {"per_device_train_batch_size": 4},
-    )
-    assert_same_training(got, single(**settings))
+def ddp(model_path, output, settings):
+    settings = settings | {"per_device_train_batch_size": 4}
+    return launch([*TORCHRUN, "--nproc_per_node=2"], model_path, output, settings)
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-def test_zero3(model_path, single, tmp_path, settings):
-    got = launch(zero_config(tmp_path, 3), model_path, tmp_path / "run", settings | {"per_device_train_batch_size": 4})
-    assert_same_training(got, single(**settings))
+def zero3(model_path, output, settings):
+    settings = settings | {"per_device_train_batch_size": 4}
+    return launch(zero_config(output.parent, 3), model_path, output, settings)
+
+
+def tensor_parallel(model_path, output, settings):
+    settings = settings | {"per_device_train_batch_size": 8, "tensor_parallel": True}
+    return launch([*TORCHRUN, "--nproc_per_node=2"], model_path, output, settings)
+
+
+@pytest.mark.parametrize(("tied", "settings"), SETTINGS + LORA)
+def test_ddp(model_path, single, tmp_path, tied, settings):
+    assert_same_training(ddp(model_path(tied), tmp_path / "run", settings), single(tied, settings))
+
+
+@pytest.mark.parametrize(("tied", "settings"), SETTINGS + LORA)
+def test_zero3(model_path, single, tmp_path, tied, settings):
+    assert_same_training(zero3(model_path(tied), tmp_path / "run", settings), single(tied, settings))
+
+
+@pytest.mark.parametrize(("tied", "settings"), SETTINGS)
+def test_tensor_parallel(model_path, single, tmp_path, tied, settings):
+    assert_same_training(tensor_parallel(model_path(tied), tmp_path / "run", settings), single(tied, settings))
+
+
+@pytest.mark.parametrize("way", [ddp, zero3, tensor_parallel])
+def test_what_was_sampled_is_replayed(model_path, tmp_path, way):
+    """Completions that the ranks sample themselves, with the check of every batch on."""
+    got = way(model_path(False), tmp_path / "run", {"samples": True})
+    for log in got["log"][:3]:
+        assert log["support/logprob_gap_max"] <= 1e-4
+        assert log["sampling/importance_sampling_ratio_raw/mean"] == pytest.approx(1, abs=1e-3)
+        assert log["sampling/outside_10pct"] == 0 and log["support/size_mean"] > 1
+
+
+def test_a_split_policy_with_vllm_is_refused(model_path):
+    model = LlamaForCausalLM.from_pretrained(model_path(False))
+    model._tp_size = 2
+    args = SupportReplayGRPOConfig(use_cpu=True, bf16=False, use_vllm=True, vllm_mode="colocate", top_k=5)
+    with pytest.raises(ValueError, match=r"use_vllm=True .*tp_size=2.* Set use_vllm=False"):
+        check_tensor_parallel(model, args)

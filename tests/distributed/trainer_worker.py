@@ -14,7 +14,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from accelerate import ParallelismConfig
 from datasets import Dataset
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 
 from trl_support_replay import SupportReplayGRPOConfig, SupportReplayGRPOTrainer
 
@@ -26,7 +29,7 @@ def rollout(prompts, trainer):
     """Random completions with random supports; the log-probs are the policy's own, so that the ratio is 1."""
     prompt_ids, completion_ids, supports = [], [], []
     for i, prompt in enumerate(prompts):
-        rank = trainer.accelerator.process_index
+        rank = 0 if trainer.accelerator.state.device_mesh is not None else trainer.accelerator.process_index
         seed = [int(prompt), trainer.state.global_step, rank * len(prompts) + i]
         rng = np.random.default_rng(seed)
         length = int(rng.integers(2, LENGTH + 1))
@@ -53,6 +56,8 @@ def reward(completion_ids, **_):
 def main() -> None:
     model, output, settings = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
     peft_config = None
+    tensor_parallel = settings.pop("tensor_parallel", False)
+    samples = settings.pop("samples", False)
     if settings.pop("lora", False):
         from peft import LoraConfig
 
@@ -77,27 +82,31 @@ def main() -> None:
         save_strategy="no",
         seed=5,
         top_p=0.9,
-        replay_check="off",  # the log-probs are made up
+        use_vllm=False,
+        replay_check="raise" if samples else "off",  # the log-probs of a made-up rollout are no policy's
         loss_type="grpo",
         shuffle_dataset=False,
         **settings,
     )
     torch.set_num_threads(1)
+    if tensor_parallel:
+        # Accelerate admits a ParallelismConfig on accelerators alone; all else that it does for one works on CPUs too.
+        ParallelismConfig._validate_accelerator = lambda self, accelerator: None
+        distributed = DistributedConfig(tp_size=int(os.environ["WORLD_SIZE"]), tp_plan="auto")
+        model = AutoModelForCausalLM.from_pretrained(model, distributed_config=distributed)
     trainer = SupportReplayGRPOTrainer(
         model,
         reward,
         args,
         train_dataset=Dataset.from_dict({"prompt": [str(i) for i in range(16)]}),
-        rollout_func=rollout,
+        rollout_func=None if samples else rollout,
         peft_config=peft_config,
     )
     trainer.train()
-    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped) or {}
+    state = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
     if trainer.accelerator.is_main_process:
-        state = {
-            name: (value.full_tensor() if hasattr(value, "full_tensor") else value).float().cpu().clone()
-            for name, value in state.items()
-        }
+        state = {name: value.float().cpu().clone() for name, value in state.items()}
         torch.save({"state": state, "log": trainer.state.log_history}, output / "result.pt")
 
 

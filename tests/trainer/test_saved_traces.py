@@ -183,14 +183,17 @@ KILLED = """
     from pathlib import Path
     found = sorted(Path({output!r}).glob("checkpoint-*/trainer_state.json"))
     whole = [p.parent for p in found if (p.parent / "rng_state.pth").exists()]
+    newest = max(whole, key=lambda p: int(p.name.split("-")[1])) if whole else None
     print("READY", flush=True)
-    trainer.train(resume_from_checkpoint=str(max(whole, key=lambda p: int(p.name.split("-")[1]))) if whole else None)
+    # Transformers would train one more step if it resumed a run that is over.
+    if newest is None or newest.name != "checkpoint-6":
+        trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
 """
 
 
 @pytest.mark.slow
 def test_killed_at_random_moments_every_shard_is_whole(tiny_model_path, tmp_path):
-    """Twenty kills at random moments, then a run to the end: the traces are those of an uninterrupted run."""
+    """Twenty kills at random moments, each resumed: in the end the traces are those of an uninterrupted run."""
     root = str(Path(__file__).parents[2])
 
     def script(name):
@@ -200,25 +203,33 @@ def test_killed_at_random_moments_every_shard_is_whole(tiny_model_path, tmp_path
         return [sys.executable, "-c", textwrap.dedent(code)]
 
     rng = np.random.default_rng(0)
-    for _ in range(20):
-        process = subprocess.Popen(script("killed"), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        assert any(line.startswith("READY") for line in process.stdout)
+    kills, runs = 0, 1
+    errors = tmp_path / "stderr.txt"
+    while kills < 20:
+        with open(errors, "w") as stderr:
+            process = subprocess.Popen(script(f"run{runs}"), stdout=subprocess.PIPE, stderr=stderr, text=True)
+        assert any(line.startswith("READY") for line in process.stdout), errors.read_text()[-3000:]
         try:
-            process.wait(timeout=rng.uniform(0.0, 4.0))
+            assert process.wait(timeout=rng.uniform(0.0, 4.0)) == 0, errors.read_text()[-3000:]
+            runs += 1  # over before it was killed: begin another one
         except subprocess.TimeoutExpired:
             process.kill()
+            kills += 1
         process.communicate()
-        for path in ShardFolder(tmp_path / "killed-traces").shards():
+        for path in ShardFolder(tmp_path / f"run{runs}-traces").shards():
             for trace in table_to_traces(pq.read_table(path)):
                 trace.check(path.name, vocab_size=99)
-    subprocess.run(script("killed"), check=True, capture_output=True)
+    subprocess.run(script(f"run{runs}"), check=True, capture_output=True)
     subprocess.run(script("whole"), check=True, capture_output=True)
-    killed, whole = (ShardFolder(tmp_path / f"{name}-traces").shards() for name in ("killed", "whole"))
-    assert [p.name for p in killed] == [p.name for p in whole] and len(whole) == 6
-    for a, b in zip(killed, whole, strict=True):
-        first, second = table_to_traces(pq.read_table(a)), table_to_traces(pq.read_table(b))
-        for got, want in zip(first, second, strict=True):
-            np.testing.assert_array_equal(got.prompt_ids, want.prompt_ids)
-            np.testing.assert_array_equal(got.completion_ids, want.completion_ids)
-            assert got.supports == want.supports and got.extra == want.extra
-            np.testing.assert_allclose(got.sampling_logprobs, want.sampling_logprobs, atol=1e-5)
+    whole = ShardFolder(tmp_path / "whole-traces").shards()
+    assert len(whole) == 6
+    for number in range(1, runs + 1):
+        killed = ShardFolder(tmp_path / f"run{number}-traces").shards()
+        assert [p.name for p in killed] == [p.name for p in whole]
+        for a, b in zip(killed, whole, strict=True):
+            first, second = table_to_traces(pq.read_table(a)), table_to_traces(pq.read_table(b))
+            for got, want in zip(first, second, strict=True):
+                np.testing.assert_array_equal(got.prompt_ids, want.prompt_ids)
+                np.testing.assert_array_equal(got.completion_ids, want.completion_ids)
+                assert got.supports == want.supports and got.extra == want.extra
+                np.testing.assert_allclose(got.sampling_logprobs, want.sampling_logprobs, atol=1e-5)
