@@ -15,8 +15,8 @@ from .scorer_sharding_cases import FSDP2, cases
 RUN = "tests.distributed.scorer_sharding_cases:run"
 GROUPS = {
     "replicated": ("ddp", "tp"),
-    "fsdp": (*FSDP2, "fsdp2 own rounding", "fsdp1"),
-    "zero": ("zero3",),
+    "fsdp": (*FSDP2, "fsdp2 own rounding", "fsdp1", "fsdp2 own, fetched"),
+    "zero": ("zero3", "zero3 frozen, fetched"),
 }
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from .collectives import share_with_group
 from .lm_head import LMHead, LoRAFactors, VocabShard
+from .row_fetch import row_shards
 
 Scores = tuple[torch.Tensor, ...]
 
@@ -32,6 +34,7 @@ class ModelHead:
       it is at hand already.
     - FSDP2 unshards and reshards the unit that holds the head, be it the root, a `[norm, head]` group or the head
       alone, and reduces its gradient. FSDP1 does likewise.
+    - Where only some rows are needed, and that pays, they alone are fetched instead; see `row_fetch`.
     - PEFT: LoRA factors take part through their own modules; of `modules_to_save` the active copy is used.
     - Hugging Face tensor parallelism: the `Shard(0)` weight is used in place and the module is not called, since its
       call would gather the logits of the whole vocabulary.
@@ -53,7 +56,7 @@ class ModelHead:
             ValueError: a head that is not one linear projection, or whose weight is nowhere near.
         """
         base, lora = _resolve(self.module)
-        tensor_parallel = isinstance(base.weight, DTensor) and not any(
+        tensor_parallel = isinstance(_held(base, "weight"), DTensor) and not any(
             isinstance(x, FSDPModule) for x in (self.module, base)
         )
 
@@ -69,6 +72,31 @@ class ModelHead:
                 function = _in_call_of(module, module, function)
         innermost = base if lora is None else lora.layer
         return _in_call_of(self.module, innermost, function)(hidden)
+
+    def fetch_rows(self, ids: np.ndarray | None) -> LMHead | None:
+        """The rows `ids` of a sharded head as a head of their own, or `None` where it is to be read whole.
+
+        Every rank of the sharding group calls this before `call`, with what it needs.
+
+        Args:
+            ids: `[U]` sorted distinct candidates; `None` if this rank needs the whole head.
+        """
+        base, lora = _resolve(self.module)
+        shards = row_shards(base, _held(base, "weight")) if lora is None else None
+        bias = _held(base, "bias")
+        bias_shards = None if bias is None else row_shards(base, bias)
+        if shards is None or (bias is not None and bias_shards is None):
+            return None
+        weight = shards.fetch(ids)
+        if weight is None:
+            return None
+        fetched_bias = None if bias_shards is None else bias_shards.fetch(ids)
+        return LMHead(
+            weight,
+            None if fetched_bias is None else fetched_bias.squeeze(1),
+            logit_scale=self.logit_scale,
+            softcap=self.softcap,
+        )
 
     def _parameters(self, base: nn.Module, lora: _ActiveLoRA | None) -> LMHead:
         weight: Any = base.weight
@@ -249,6 +277,12 @@ def _vocab_shard(weight: DTensor) -> VocabShard:
     step = -(-weight.shape[0] // mesh.size(dim))  # as torch.chunk splits
     start = min(step * mesh.get_local_rank(dim), weight.shape[0])
     return VocabShard(start, start + weight.to_local().shape[0], mesh.get_group(dim))
+
+
+def _held(module: nn.Module, name: str) -> Any:
+    """A parameter as the module holds it; `module.weight` would make ZeRO-3 gather it on the spot, to be kept."""
+    held = module._parameters.get(name)
+    return getattr(module, name) if held is None else held
 
 
 def _local(tensor: Any) -> Any:

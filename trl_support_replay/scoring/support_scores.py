@@ -21,7 +21,7 @@ from .collectives import max_over_group, share_with_group, sum_over_group
 from .head_from_model import ModelHead
 from .head_projection import HeadProjection
 from .lm_head import LMHead, VocabShard
-from .plan import CandidatePlan
+from .plan import CandidatePlan, to_device
 from .precision import compute_dtype, full_precision
 from .projection import LogitTransform, Projection
 from .reference import dense_projection, full_statistics
@@ -99,12 +99,43 @@ def score_support(
     if isinstance(head, LMHead):
         return _score(hidden, head, sampled_ids, support, *settings)
 
+    if implementation == "auto" and FULL_OUTPUTS.isdisjoint(outputs):
+        fetched = _score_fetched(hidden, head, sampled_ids, support, *settings)
+        if fetched is not None:
+            return fetched
+
     def score(hidden: torch.Tensor, resolved: LMHead) -> tuple[torch.Tensor, ...]:
         device = hidden.device
         scores = _score(hidden, resolved, sampled_ids.to(device), support.to(device), *settings)
         return tuple(getattr(scores, name) for name in outputs)
 
     return SupportScores(**dict(zip(outputs, head.call(hidden, score), strict=True)))
+
+
+def _score_fetched(
+    hidden: torch.Tensor,
+    head: ModelHead,
+    sampled_ids: torch.Tensor,
+    support: SupportCSR,
+    temperature: float,
+    outputs: tuple[str, ...],
+    implementation: str,
+) -> SupportScores | None:
+    """Scores by the union's head rows alone, fetched from where they are; `None` where the head is to be whole."""
+    ids, places = np.unique(support.host_token_ids, return_inverse=True)
+    needs_all = bool((np.diff(support.host_offsets) == 0).any())
+    found = head.fetch_rows(None if needs_all else ids)
+    if found is None:
+        return None
+    device = found.weight.device
+    if sampled_ids.device.type == "cpu":
+        support.validate(sampled_ids, int(np.iinfo(np.int32).max))
+    union = to_device(ids.astype(np.int64), device)
+    sampled = sampled_ids.to(device).long()
+    place = torch.searchsorted(union, sampled).clamp(max=max(len(ids) - 1, 0))
+    place = torch.where(union[place] == sampled, place, -1) if len(ids) else place
+    rows = SupportCSR.from_numpy(places, support.host_offsets, device)
+    return _score(hidden.to(device), found, place, rows, temperature, outputs, implementation)
 
 
 def _score(
