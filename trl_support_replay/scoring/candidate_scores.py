@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from .candidates import SupportCSR
+from .head_from_model import ModelHead
 from .lm_head import LMHead
 from .pair_projection import project_pairs
 from .precision import compute_dtype, full_precision
@@ -15,7 +16,7 @@ from .row_statistics import SegmentStatistics
 
 @torch.no_grad()
 def score_candidates(
-    hidden: torch.Tensor, head: LMHead, support: SupportCSR, *, temperature: float = 1.0
+    hidden: torch.Tensor, head: LMHead | ModelHead, support: SupportCSR, *, temperature: float = 1.0
 ) -> torch.Tensor:
     """Log-probs of all candidates, renormalised over their supports; without gradient.
 
@@ -23,7 +24,7 @@ def score_candidates(
 
     Args:
         hidden: `[N, H]`, the states that predict the tokens.
-        head: the output projection, with the whole vocabulary.
+        head: the output projection, with the whole vocabulary: an `LMHead`, or what `lm_head_from_model` returns.
         support: `N` rows of candidate ids.
         temperature: the sampler's softmax temperature.
 
@@ -35,6 +36,15 @@ def score_candidates(
     """
     if hidden.dim() != 2 or len(support) != len(hidden):
         raise ValueError(f"hidden of shape {tuple(hidden.shape)} for {len(support)} supports.")
+    if isinstance(head, ModelHead):
+        (result,) = head.call(
+            hidden, lambda states, found: (_score(states, found, support.to(states.device), temperature),)
+        )
+        return result
+    return _score(hidden, head, support, temperature)
+
+
+def _score(hidden: torch.Tensor, head: LMHead, support: SupportCSR, temperature: float) -> torch.Tensor:
     if head.group is not None:
         raise ValueError("score_candidates needs the whole vocabulary in one head, not a shard of it.")
     plan = support.plan(0, head.weight.shape[0], "union")
