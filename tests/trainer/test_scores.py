@@ -121,7 +121,7 @@ class Distributions:
         self.mass_ratio = float(self.r[self.row].sum() / self.p[self.row].sum())
 
     def estimates(self, num, output, seed=0):
-        """`k3`, and the first-order estimate, of `num` tokens sampled from the truncated policy, from the package's own scores."""
+        """`k3` and the first-order estimate of `num` samples of the truncated policy, from the package's scores."""
         generator = torch.Generator().manual_seed(seed)
         sampled = self.row[torch.multinomial(self.p_s, num, replacement=True, generator=generator)]
         support = SupportCSR.from_lists([self.row.tolist()] * num)
