@@ -10,9 +10,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .config import SupportReplayGRPOConfig
+    from .config import SupportReplayGRPOConfig, SupportReplayRLOOConfig
     from .contract import UnreplayableSettingError
     from .replay_check import ReplayGapError
+    from .rloo_trainer import SupportReplayRLOOTrainer
     from .scoring import score_support, score_support_from_logits
     from .traces.support import SupportRows
     from .trainer import SupportReplayGRPOTrainer
@@ -22,6 +23,8 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "SupportReplayGRPOConfig": "config",
     "SupportReplayGRPOTrainer": "trainer",
+    "SupportReplayRLOOConfig": "config",
+    "SupportReplayRLOOTrainer": "rloo_trainer",
     "UnreplayableSettingError": "contract",
     "ReplayGapError": "replay_check",
     "SupportRows": "traces.support",
@@ -32,6 +35,8 @@ __all__ = [
     "ReplayGapError",
     "SupportReplayGRPOConfig",
     "SupportReplayGRPOTrainer",
+    "SupportReplayRLOOConfig",
+    "SupportReplayRLOOTrainer",
     "SupportRows",
     "UnreplayableSettingError",
     "__version__",

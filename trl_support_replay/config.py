@@ -1,13 +1,18 @@
-"""`SupportReplayGRPOConfig`: TRL's `GRPOConfig` with the settings of support replay."""
+"""TRL's configurations with the settings of support replay."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trl import GRPOConfig
+from trl import GRPOConfig, RLOOConfig
 
 from .contract import check_contract
+
+if TYPE_CHECKING:
+    _TRLConfig = GRPOConfig
+else:
+    _TRLConfig = object
 
 _CHOICES = {
     "support_capture": ("auto", "native", "logprobs"),
@@ -22,18 +27,8 @@ _CHOICES = {
 
 
 @dataclass
-class SupportReplayGRPOConfig(GRPOConfig):
-    """Configuration of [`SupportReplayGRPOTrainer`].
-
-    Everything in `trl.GRPOConfig` keeps its meaning. Replay is on as soon as the sampling truncates: `top_k > 0`,
-    `top_p < 1` or `min_p > 0`. With no truncation set, training is stock GRPO.
-
-    Raises:
-        UnreplayableSettingError: at construction, for sampling settings that cannot be replayed exactly.
-        ValueError: for a value outside its choices.
-    """
-
-    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs"]
+class ReplayConfig(_TRLConfig):
+    """What the configurations of all replaying trainers have beside TRL's own fields."""
 
     support_capture: str = field(
         default="auto",
@@ -89,6 +84,21 @@ class SupportReplayGRPOConfig(GRPOConfig):
             "renormalised over the recorded support. 'full': both over the whole vocabulary, as in stock TRL (costs a "
             "full projection).",
             "choices": list(_CHOICES["kl_scope"]),
+        },
+    )
+    support_growth: bool = field(
+        default=False,
+        metadata={
+            "help": "Measure in every pass how much of the policy's mass lies outside the recorded supports, and how "
+            "much of it moved there since the batch was sampled (`support/outside_mass`, `..._growth`). Replay itself "
+            "does not see that mass. Costs a full projection."
+        },
+    )
+    support_mass_floor: float = field(
+        default=0.5,
+        metadata={
+            "help": "With support_growth, the mean mass inside the recorded supports below which a warning says that "
+            "replay hides how far the policy has moved. Between 0 (never) and 1."
         },
     )
     save_traces: str | None = field(
@@ -189,6 +199,8 @@ class SupportReplayGRPOConfig(GRPOConfig):
                 f"replay_tolerance={self.replay_tolerance!r} must be positive (nats). To switch the check off, set "
                 "replay_check='off'."
             )
+        if not 0 <= self.support_mass_floor <= 1:
+            raise ValueError(f"support_mass_floor={self.support_mass_floor!r} is a mean mass, between 0 and 1.")
         if not self.vllm_server_request_timeout > 0:
             raise ValueError(
                 f"vllm_server_request_timeout={self.vllm_server_request_timeout!r} must be positive (seconds)."
@@ -212,4 +224,42 @@ class SupportReplayGRPOConfig(GRPOConfig):
             raise ValueError(
                 f"weight_sync='filesystem' with weight_sync_dir={self.weight_sync_dir!r}: set it to the folder that "
                 "the servers were given as --weights-dir."
+            )
+
+
+@dataclass
+class SupportReplayGRPOConfig(ReplayConfig, GRPOConfig):
+    """Configuration of [`SupportReplayGRPOTrainer`].
+
+    Everything in `trl.GRPOConfig` keeps its meaning. Replay is on as soon as the sampling truncates: `top_k > 0`,
+    `top_p < 1` or `min_p > 0`. With no truncation set, training is stock GRPO.
+
+    Raises:
+        UnreplayableSettingError: at construction, for sampling settings that cannot be replayed exactly.
+        ValueError: for a value outside its choices.
+    """
+
+    _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs"]
+
+
+@dataclass
+class SupportReplayRLOOConfig(ReplayConfig, RLOOConfig):
+    """Configuration of [`SupportReplayRLOOTrainer`].
+
+    Everything in `trl.RLOOConfig` keeps its meaning; see [`SupportReplayGRPOConfig`]. Completions come from
+    transformers or from colocated vLLM.
+
+    Raises:
+        UnreplayableSettingError: at construction, for sampling settings that cannot be replayed exactly.
+        ValueError: for a value outside its choices, or for server mode.
+    """
+
+    _VALID_DICT_FIELDS = [*RLOOConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs"]
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.use_vllm and self.vllm_mode == "server":
+            raise ValueError(
+                "vllm_mode='server' is not supported by SupportReplayRLOOTrainer. Set vllm_mode='colocate', or train "
+                "with GRPO."
             )

@@ -15,7 +15,7 @@ import torch
 Gather = Callable[[torch.Tensor], torch.Tensor]
 
 # A cause is believed when undoing it leaves less than this part of the gap.
-_EXPLAINS = 0.1
+EXPLAINS = 0.1
 # Measured between a bfloat16 engine and a float32 model without truncation, in nats: mean over tokens.
 UNTRUNCATED_HALF_PRECISION_GAP = 0.04
 
@@ -148,15 +148,15 @@ def explain(
         both = mask & torch.roll(mask, -shift, dims=1)
         both[:, -1 if shift > 0 else 0] = False
         shifted_gap, num_tokens = _mean_gap(replayed, moved, both, gather)
-        if num_tokens > 4 and shifted_gap < _EXPLAINS * gap:
+        if num_tokens > 4 and shifted_gap < EXPLAINS * gap:
             return (
                 f"The recorded log-probs are shifted by one: the gap vanishes when token t is compared with the record "
                 f"of token t{shift:+d}."
             )
-    best, best_gap = _fit_temperature(
+    best, best_gap = fit_temperature(
         lambda t: _mean_gap(rescore(t), recorded, mask, gather)[0], temperature / 4, temperature * 4
     )
-    if best_gap < _EXPLAINS * gap:
+    if best_gap < EXPLAINS * gap:
         return (
             f"The engine sampled at another temperature: at temperature={best:.3g} the mean gap falls from {gap:.2g} "
             f"to {best_gap:.2g}, and the trainer scores at temperature={temperature:g}."
@@ -174,7 +174,7 @@ def _mean_gap(replayed: torch.Tensor, recorded: torch.Tensor, mask: torch.Tensor
     return total / max(count, 1.0), int(count)
 
 
-def _fit_temperature(gap: Callable[[float], float], low: float, high: float) -> tuple[float, float]:
+def fit_temperature(gap: Callable[[float], float], low: float, high: float) -> tuple[float, float]:
     """Golden-section search in log-temperature for the least gap; returns the temperature and its gap."""
     golden = (math.sqrt(5) - 1) / 2
     a, b = math.log(low), math.log(high)

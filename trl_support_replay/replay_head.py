@@ -219,7 +219,7 @@ class ReplayCaller:
         }
 
 
-def recorded_mask(samples: list[Trace], shape: tuple[int, int]) -> torch.Tensor:
+def recorded_mask(samples: Sequence[Trace], shape: Sequence[int]) -> torch.Tensor:
     """`[B, T]` bool: loss-bearing tokens with a recorded support."""
     mask = np.zeros(tuple(shape), dtype=bool)
     for b, sample in enumerate(samples):

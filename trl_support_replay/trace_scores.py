@@ -14,6 +14,24 @@ from .traces.columns import Trace
 SCORES = ("logprobs", "full_logprobs", "log_mass", "support_entropy")
 
 
+def padded_batch(traces: Sequence[Trace]) -> tuple[np.ndarray, np.ndarray, int]:
+    """Traces as one batch: prompts padded on the left to `P` columns, completions on the right to `T`.
+
+    Returns:
+        Ids and attention mask, `[B, P + T]` int64, and `P`.
+    """
+    prompt = max(len(t.prompt_ids) for t in traces)
+    completion = max(max(len(t.completion_ids) for t in traces), 1)
+    ids = np.zeros((len(traces), prompt + completion), np.int64)
+    mask = np.zeros_like(ids)
+    for b, trace in enumerate(traces):
+        row = np.concatenate([trace.prompt_ids, trace.completion_ids])
+        first = prompt - len(trace.prompt_ids)
+        ids[b, first : first + len(row)] = row
+        mask[b, first : first + len(row)] = 1
+    return ids, mask, prompt
+
+
 class TraceScorer:
     """Scores traces with a causal language model, in batches.
 
@@ -43,15 +61,8 @@ class TraceScorer:
 
     @torch.no_grad()
     def _forward(self, traces: Sequence[Trace]) -> list[dict[str, np.ndarray]]:
-        prompt = max(len(t.prompt_ids) for t in traces)
-        completion = max(max(len(t.completion_ids) for t in traces), 1)
-        ids = np.zeros((len(traces), prompt + completion), np.int64)
-        mask = np.zeros_like(ids)
-        for b, trace in enumerate(traces):
-            row = np.concatenate([trace.prompt_ids, trace.completion_ids])
-            first = prompt - len(trace.prompt_ids)
-            ids[b, first : first + len(row)] = row
-            mask[b, first : first + len(row)] = 1
+        ids, mask, prompt = padded_batch(traces)
+        completion = ids.shape[1] - prompt
         device = next(self._model.parameters()).device
         batch = ReplayBatch.build(
             traces,

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -76,9 +77,24 @@ def test_a_support_of_the_whole_vocabulary_is_stock(build, tiny_model_path, loss
         {"entropy_coef": 0.01, "use_adaptive_entropy": True, "entropy_target": 3.0},
         {"top_entropy_quantile": 0.5},
         {"off_policy_mask_threshold": 0.1},
+        {
+            "beta": 0.2,
+            "use_bias_correction_kl": True,
+            "entropy_coef": 0.1,
+            "top_entropy_quantile": 0.5,
+            "off_policy_mask_threshold": 0.1,
+            "loss_type": "grpo",
+        },
     ],
     ids=lambda extra: " ".join(extra),
 )
 def test_every_scope_is_stock_over_the_whole_vocabulary(build, tiny_model_path, kl_scope, entropy_scope, extra):
     stock = TWO_STEPS | extra | {"top_k": VOCABULARY}
     assert_equal(build, tiny_model_path, stock | {"kl_scope": kl_scope, "entropy_scope": entropy_scope}, stock)
+
+
+@pytest.mark.parametrize("kl_scope", ["support", "full"])
+def test_every_scope_is_stock_with_the_reference_under_an_adapter(build, tiny_model_path, kl_scope):
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    stock = TWO_STEPS | {"beta": 0.2, "entropy_coef": 0.1, "top_k": VOCABULARY, "peft_config": lora}
+    assert_equal(build, tiny_model_path, stock | {"kl_scope": kl_scope}, stock)

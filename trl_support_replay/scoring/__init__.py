@@ -1,5 +1,6 @@
 """Log-probs of sampled tokens over the sets they were drawn from, and what follows from them."""
 
+from .candidate_scores import score_candidates
 from .candidates import SupportCSR
 from .head_from_model import ModelHead, lm_head_from_model
 from .layout import ScoredTokens, TokenMetadataLayout
@@ -16,6 +17,7 @@ __all__ = [
     "TokenMetadataLayout",
     "VocabShard",
     "lm_head_from_model",
+    "score_candidates",
     "score_support",
     "score_support_from_logits",
 ]

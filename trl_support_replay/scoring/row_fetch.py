@@ -126,7 +126,8 @@ def _fsdp2_shards(module: FSDPModule, parameter: DTensor) -> RowShards | None:
     mesh = parameter.device_mesh
     if mesh.ndim != 1 or not parameter.placements[0].is_shard(0):
         return None
-    policy = module._get_fsdp_state()._fsdp_param_group.mp_policy
+    unit = module._get_fsdp_state()._fsdp_param_group
+    assert unit is not None  # it holds the parameter
     num_rows = parameter.shape[0]
     rows = parameter.to_local()
     return RowShards(
@@ -134,7 +135,7 @@ def _fsdp2_shards(module: FSDPModule, parameter: DTensor) -> RowShards | None:
         num_rows,
         step=-(-num_rows // mesh.size()),  # as torch.chunk splits
         group=mesh.get_group(),
-        dtype=policy.param_dtype or parameter.dtype,
+        dtype=unit.mp_policy.param_dtype or parameter.dtype,
         divide_gradient=True,
     )
 

@@ -1,0 +1,97 @@
+"""Say where the gap between training and rollout comes from, for saved traces.
+
+Splits the gap of every recorded token into truncation, routes, stale weights and the rest, and tries what is left
+against known faults: records shifted by one, another temperature, wrong routes, half precision, other weights. Writes
+audit.json and audit.html (one page, no network). Exits with 1 when a fault is found.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the report and print its table; 1 when there is a fault."""
+    parser = argparse.ArgumentParser(
+        prog="trl-support-replay audit",
+        description=__doc__,
+        epilog="example: trl-support-replay audit --traces runs/traces --model runs/checkpoint-100 \\\n"
+        "    --sampler Qwen/Qwen3-0.6B --output runs/audit",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--traces", required=True, help="folder of shards, Parquet file, or dataset saved to disk")
+    parser.add_argument("--model", required=True, help="model whose training is looked at: a folder or a Hub name")
+    parser.add_argument("--revision", help="revision of --model")
+    parser.add_argument("--sampler", help="model with the weights that sampled, to tell stale weights from the rest")
+    parser.add_argument("--sampler_revision", help="revision of --sampler; alone: of --model")
+    parser.add_argument("--output", required=True, help="folder for audit.json and audit.html")
+    parser.add_argument("--limit", type=int, default=256, help="traces, evenly spaced (default: %(default)s)")
+    parser.add_argument("--samples", type=int, default=64, help="most samples in the token view (default: %(default)s)")
+    parser.add_argument("--page_mb", type=float, default=1.8, help="size of the report, at most (default: %(default)s)")
+    parser.add_argument("--tolerance", type=float, default=1e-4, help="nats that are rounding (default: %(default)s)")
+    parser.add_argument("--batch_size", type=int, default=8, help="traces a forward (default: %(default)s)")
+    parser.add_argument("--dtype", default="float32", help="data type of the models (default: %(default)s)")
+    parser.add_argument("--device", help="device of the models (default: the GPU when there is one, else the CPU)")
+    args = parser.parse_args(argv)
+
+    import json
+
+    from rich.console import Console
+
+    from ..audit import audit_traces, load_traces
+    from ..audit.page import render_page
+    from ..audit.report import build_report
+    from ..audit.table import print_report
+    from ..audit.token_view import add_samples
+
+    output = Path(args.output)
+    output.mkdir(parents=True, exist_ok=True)
+    source = load_traces(args.traces, args.limit)
+    model = _load(args.model, args.revision, args)
+    sampler_name = args.sampler or (args.model if args.sampler_revision else None)
+    sampler = _load(sampler_name, args.sampler_revision, args) if sampler_name else None
+    audit = audit_traces(source, model, sampler, batch_size=args.batch_size, tolerance=args.tolerance)
+    report = build_report(
+        audit,
+        model=_named(args.model, args.revision),
+        sampler=_named(sampler_name, args.sampler_revision),
+        eos_token_ids=_eos_token_ids(model),
+    )
+    add_samples(
+        report, audit, _texts(args.model, args.revision), max_samples=args.samples, max_bytes=args.page_mb * 1e6
+    )
+    (output / "audit.json").write_text(json.dumps(report, allow_nan=False), encoding="utf-8")
+    (output / "audit.html").write_text(render_page(report), encoding="utf-8")
+    print_report(report, Console())
+    print(f"report: {output / 'audit.html'}")
+    return 1 if any(finding.is_fault for finding in audit.findings) else 0
+
+
+def _load(name: str, revision: str | None, args: argparse.Namespace) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        name, revision=revision or "main", dtype=getattr(torch, args.dtype)
+    )
+    return model.to(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _named(name: str | None, revision: str | None) -> str | None:
+    return name if name is None or revision is None else f"{name} at {revision}"
+
+
+def _eos_token_ids(model: Any) -> list[int]:
+    found = model.generation_config.eos_token_id
+    return [] if found is None else [found] if isinstance(found, int) else list(found)
+
+
+def _texts(name: str, revision: str | None) -> Callable[[int], str]:
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(name, revision=revision or "main")
+    # Padded rows of the head have no text.
+    return lambda token_id: tokenizer.decode([token_id]) if token_id < len(tokenizer) else f"#{token_id}"

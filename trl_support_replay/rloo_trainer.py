@@ -1,0 +1,143 @@
+"""`SupportReplayRLOOTrainer`: TRL's `RLOOTrainer` scored over the supports that its completions were sampled from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import trl.trainer.rloo_trainer as trl_rloo
+from trl import RLOOTrainer
+
+from .capture.recorder import TracedLogprob
+from .collect import collect_samples
+from .config import SupportReplayRLOOConfig
+from .offline import is_trace_dataset
+from .rebind import rebound
+from .replay_trainer import SAMPLES, ReplayTrainer, check_seam
+from .traces.columns import TraceSchemaError
+
+check_seam(
+    RLOOTrainer,
+    {
+        "_generate_single_turn": ("prompt_ids", "images", "multimodal_fields"),
+        "_generate": ("prompts",),
+        "_generate_and_score_completions": ("inputs",),
+        "_compute_loss": ("model", "inputs"),
+        "_get_per_token_logps_and_entropies": (
+            "model",
+            "input_ids",
+            "attention_mask",
+            "logits_to_keep",
+            "batch_size",
+            "compute_entropy",
+            "compute_aux_loss",
+        ),
+    },
+)
+
+
+class SupportReplayRLOOTrainer(ReplayTrainer, RLOOTrainer):
+    """RLOO whose log-probs are taken over the sampling support of each token.
+
+    A drop-in for `trl.RLOOTrainer`: the same arguments, with `args` a `SupportReplayRLOOConfig`. Replay is on when the
+    sampling truncates (`top_k`, `top_p`, `min_p`); otherwise this is stock RLOO. Evaluation is always stock.
+
+    RLOO has no correction for the difference between engine and trainer, and its ratio is that of a whole sequence: one
+    token that leaves its support moves it as a whole. Its KL penalty is part of the reward, and compares what
+    `kl_scope` says. Metrics as in [`SupportReplayGRPOTrainer`].
+
+    Raises:
+        UnsupportedVersionError: for a TRL, transformers or vLLM out of range.
+        UnreplayableSettingError: for settings that cannot be replayed exactly, before any model is loaded.
+        TraceSchemaError: for a dataset of saved traces, which only GRPO trains on.
+        ReplayGapError: during training, when replayed and recorded log-probs differ (see `replay_check`).
+    """
+
+    _trl = trl_rloo
+    _config = SupportReplayRLOOConfig
+    _algorithm = "RLOO"
+    args: SupportReplayRLOOConfig  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: SupportReplayRLOOConfig | None = None,
+        **kwargs: Any,
+    ):
+        if is_trace_dataset(kwargs.get("train_dataset")):
+            raise TraceSchemaError("RLOO cannot train on saved traces; SupportReplayGRPOTrainer can.")
+        self._sampled_logprobs: list[list[TracedLogprob]] = []
+        self._old_scores: tuple[torch.Tensor, dict[str, torch.Tensor]] | None = None
+        super().__init__(model, reward_funcs, args, **kwargs)
+
+    # ------------------------------------------------------------------------------------------------- generation
+
+    def _generate_single_turn(self, prompt_ids, images, multimodal_fields):
+        def generate():
+            return super(SupportReplayRLOOTrainer, self)._generate_single_turn(prompt_ids, images, multimodal_fields)
+
+        if self._recorder is None:
+            return generate()
+        if not self.use_vllm:
+            completion_ids, self._sampled_logprobs = self._record_transformers(prompt_ids, generate)
+            return completion_ids
+        engine_generate = self.vllm_generation.generate
+
+        def keep_logprobs(*args: Any, **kwargs: Any) -> tuple:
+            # The trainer drops them; they know their rows.
+            answer = engine_generate(*args, **kwargs)
+            self._sampled_logprobs = [[entries[0] for entries in row] for row in answer[2]]
+            return answer
+
+        with rebound(self.vllm_generation, generate=keep_logprobs):
+            return generate()
+
+    def _generate(self, prompts: list):
+        if self._recorder is None:
+            return super()._generate(prompts)
+        prompt_ids, completion_ids, completions = super()._generate(prompts)
+        collected = collect_samples(
+            self._recorder,
+            prompt_ids,
+            completion_ids,
+            None,
+            self._sampled_logprobs,
+            None,
+            **self._collect_settings(completion_ids),
+        )
+        self._sampled_logprobs = []
+        self._keep_samples(collected)
+        return prompt_ids, completion_ids, completions
+
+    def _check_generated(self, output: dict[str, Any]) -> None:
+        assert self._old_scores is not None
+        replayed, _ = self._old_scores
+        self._old_scores = None
+        self._check_replay(replayed, output)
+
+    def _recorded_logprobs(self, batch: dict[str, Any]) -> torch.Tensor:
+        recorded = torch.zeros(batch["completion_ids"].shape)
+        for row, sample in zip(recorded, batch[SAMPLES], strict=True):
+            row[: len(sample.sampling_logprobs)] = torch.from_numpy(sample.sampling_logprobs)
+        return recorded.to(batch["completion_ids"].device)
+
+    # ---------------------------------------------------------------------------------------------------- scoring
+
+    def _extra_scores(self, in_loss: bool, reference: bool) -> tuple[str, ...]:
+        full = self._full_kl and not (in_loss or reference)
+        return super()._extra_scores(in_loss, reference) + (("full_logprobs",) if full else ())
+
+    def _scored(
+        self, logps: torch.Tensor, extra: dict[str, torch.Tensor], in_loss: bool, reference: bool
+    ) -> torch.Tensor:
+        logps = super()._scored(logps, extra, in_loss, reference)
+        if not (in_loss or reference) and self._rescoring_temperature is None:
+            self._old_scores = (logps, extra)
+        elif reference and self._full_kl:
+            # TRL's penalty is old - ref, and its ratio needs the old policy's support scores s. With its
+            # full-vocabulary scores f, a reference of ref_full - f + s makes the penalty f - ref_full.
+            assert self._old_scores is not None
+            old, old_extra = self._old_scores
+            logps = logps - old_extra["full_logprobs"] + old
+        return logps

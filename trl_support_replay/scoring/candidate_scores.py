@@ -1,0 +1,69 @@
+"""Log-probs of every candidate of every support: for looking at distributions, where training needs but one."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from .candidates import SupportCSR
+from .head_from_model import ModelHead
+from .lm_head import LMHead
+from .pair_projection import project_pairs
+from .precision import compute_dtype, full_precision
+from .projection import LogitTransform, Projection
+from .row_statistics import SegmentStatistics
+
+
+@torch.no_grad()
+def score_candidates(
+    hidden: torch.Tensor, head: LMHead | ModelHead, support: SupportCSR, *, temperature: float = 1.0
+) -> torch.Tensor:
+    """Log-probs of all candidates, renormalised over their supports; without gradient.
+
+        log pi(v | s, S) = z_v - logsumexp over u in S of z_u
+
+    Args:
+        hidden: `[N, H]`, the states that predict the tokens.
+        head: the output projection, with the whole vocabulary: an `LMHead`, or what `lm_head_from_model` returns.
+        support: `N` rows of candidate ids.
+        temperature: the sampler's softmax temperature.
+
+    Returns:
+        `[nnz]`, in the order of `support.token_ids`; 0 for a candidate that is alone.
+
+    Raises:
+        ValueError: shapes that disagree, or a head that is a shard of the vocabulary.
+    """
+    if hidden.dim() != 2 or len(support) != len(hidden):
+        raise ValueError(f"hidden of shape {tuple(hidden.shape)} for {len(support)} supports.")
+    if isinstance(head, ModelHead):
+        (result,) = head.call(
+            hidden, lambda states, found: (_score(states, found, support.to(states.device), temperature),)
+        )
+        return result
+    return _score(hidden, head, support, temperature)
+
+
+def _score(hidden: torch.Tensor, head: LMHead, support: SupportCSR, temperature: float) -> torch.Tensor:
+    if head.group is not None:
+        raise ValueError("score_candidates needs the whole vocabulary in one head, not a shard of it.")
+    plan = support.plan(0, head.weight.shape[0], "union")
+    low_rank, lora_b = None, None
+    with full_precision(hidden.device):
+        if head.lora is not None:
+            dtype = compute_dtype(hidden, head.weight)
+            low_rank = hidden.to(dtype) @ head.lora.a.to(dtype).T * head.lora.scaling
+            lora_b = head.lora.b
+        inputs = Projection(hidden, head.weight, head.bias, low_rank, lora_b)
+        logits = LogitTransform(head.logit_scale, head.softcap, temperature)(project_pairs(inputs, plan))
+        maximum, sum_exp, _ = SegmentStatistics.apply(logits, plan.pair_rows, plan.row_offsets)
+        logprobs = logits - (maximum + sum_exp.log())[plan.pair_rows]
+    # The plan sorts rows by size and candidates by id; both orders are of the same (token, candidate) pairs.
+    sizes = np.diff(support.host_offsets)
+    rows = np.repeat(np.arange(len(sizes)), sizes)
+    places = np.lexsort((support.host_token_ids, rows))
+    places = places[sizes[rows[places]] > 1]
+    order = np.lexsort((plan.host_pair_ids, plan.host_rows[plan.host_pair_rows]))
+    result = logprobs.new_zeros(len(rows))
+    result[torch.from_numpy(places).to(result.device)] = logprobs[torch.from_numpy(order).to(result.device)]
+    return result
