@@ -1,7 +1,8 @@
 # make demo       train a small real model with replay, then without, and compare (STEPS=20)
 # make test       everything but the slow tests
 # make test-all   every test
-# make recipe-cpu  train by recipes/cpu_smollm2.yaml
+# make recipe-cpu train by recipes/cpu_smollm2.yaml
+# make dist       wheel and source distribution in dist/
 # make lint       ruff and mypy
 # make pins       write requirements/cpu.txt anew from requirements/cpu.in
 # make clean      remove .venv, caches and what runs left behind
@@ -17,7 +18,7 @@ export OMP_NUM_THREADS ?= 2
 export HF_HUB_OFFLINE = 1
 export VLLM_NO_USAGE_STATS = 1
 
-.PHONY: help venv demo test test-all recipe-cpu lint pins clean
+.PHONY: help venv demo test test-all recipe-cpu dist lint pins clean
 
 help:
 	@sed -n 's/^# make /  make /p' Makefile
@@ -39,6 +40,9 @@ test-all: venv
 recipe-cpu: venv
 	@$(RUN) -c "from trl_support_replay.demo.model import fetch_smollm2; fetch_smollm2('models/SmolLM2-135M-Instruct')"
 	@$(RUN) -m trl_support_replay grpo --config recipes/cpu_smollm2.yaml
+
+dist: venv
+	@rm -rf dist build && $(RUN) -m build --no-isolation
 
 lint: venv
 	@echo "==> ruff check"

@@ -103,6 +103,8 @@ class SupportReplayGRPOTrainer(GRPOTrainer):
                 f"args is a {type(args).__name__}; SupportReplayGRPOTrainer needs a SupportReplayGRPOConfig, which "
                 "takes every GRPOConfig argument."
             )
+        if args.use_vllm and args.vllm_mode == "colocate":
+            check_supported("vllm")
         if is_trace_dataset(kwargs.get("train_dataset")):
             self._offline: OfflineTraces | None = OfflineTraces(kwargs["train_dataset"], args)
             kwargs |= {"train_dataset": self._offline.prompts(), "rollout_func": self._offline.rollout}
