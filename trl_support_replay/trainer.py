@@ -11,6 +11,7 @@ import contextlib
 import functools
 import inspect
 import logging
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from trl import GRPOTrainer
 from .capture.recorder import SupportRecorder
 from .capture.transformers_generate import ScoresRecorder, recording
 from .collect import ROLLOUT_KEY, ROUTES_KEY, collect_samples
+from .completion_columns import completion_columns, empty_columns
 from .config import SupportReplayGRPOConfig
 from .contract import check_contract
 from .environment import UnsupportedVersionError, check_supported
@@ -244,13 +246,17 @@ class SupportReplayGRPOTrainer(GRPOTrainer):
             asked_by=str(self.sampling_settings),
         )
         self._scored_samples = collected.samples
+        self._log_completion_columns(completion_columns(collected.samples))
         self._log(
             support_metrics(collected.samples, self._recorder.repaired, collected.num_synthetic, self._gather_row)
         )
         return prompt_ids, completion_ids, collected.tool_mask, completions, collected.logprobs, extra, *rest
 
     def _generate_and_score_completions(self, inputs):
-        if not (self.replays_support or self.replays_routes) or not self.model.training:
+        if not (self.replays_support or self.replays_routes):
+            return super()._generate_and_score_completions(inputs)
+        if not self.model.training:
+            self._log_completion_columns(empty_columns(len(inputs)))  # the table has a value a row in every column
             return super()._generate_and_score_completions(inputs)
         self._recorder = SupportRecorder()
         if self._offline is not None:
@@ -270,6 +276,11 @@ class SupportReplayGRPOTrainer(GRPOTrainer):
         elif "old_per_token_logps" in output:
             self._check_replay(output["old_per_token_logps"], output)
         return output
+
+    def _log_completion_columns(self, columns: dict[str, list[float | None]]) -> None:
+        if self.log_completions:
+            for name, values in columns.items():
+                self._log_completion_extra(name, values)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
@@ -492,6 +503,31 @@ class SupportReplayGRPOTrainer(GRPOTrainer):
                 values = self._last_extra[name].detach().cpu()[on]
                 total, count = self._gather_row([values.sum().item(), len(values)]).sum(axis=0)
                 self._log({metric: float(total) / max(float(count), 1.0)})
+
+    # -------------------------------------------------------------------------------------------------- publishing
+
+    def create_model_card(  # type: ignore[override]
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+    ) -> None:
+        super().create_model_card(model_name, dataset_name, tags)
+        if (self.replays_support or self.replays_routes) and self.is_world_process_zero():
+            from .hub.model_card import RunFacts, add_section
+
+            add_section(Path(str(self.args.output_dir)) / "README.md", RunFacts.of(self))
+
+    def push_to_hub(self, commit_message="End of training", blocking=True, token=None, revision=None, **kwargs):
+        if self.args.traces_hub_id is not None and self.args.save_traces is not None:
+            self.accelerator.wait_for_everyone()  # every process writes shards
+            if self.is_world_process_zero():
+                from .hub.traces import push_traces
+
+                push_traces(
+                    self.args.save_traces,
+                    self.args.traces_hub_id,
+                    token=token or self.args.hub_token,
+                    private=self.args.hub_private_repo,
+                )
+        return super().push_to_hub(commit_message, blocking, token, revision, **kwargs)
 
 
 def _own_generation_config(model: Any, args: SupportReplayGRPOConfig) -> GenerationConfig | None:
