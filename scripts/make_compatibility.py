@@ -86,15 +86,15 @@ MATRICES = (
         ("scoring", "training", "routed experts"),
         {
             "DDP": ((), (f"{_SHARDED}test_trainer.py::test_ddp*",), ()),
-            "ZeRO-2": ((), (f"{_SHARDED}test_trainer.py::test_zero2*",), ()),
+            "ZeRO-2": ((), (f"{_SHARDED}test_accelerate_configs.py::test_it_trains*zero2*",), ()),
             "ZeRO-3": (
                 (f"{_SHARDED}test_scorer_sharding.py::*zero3*",),
                 (f"{_SHARDED}test_trainer.py::test_zero3*",),
                 (f"{_ROUTING}test_routing_sharded.py::*zero3*",),
             ),
-            "FSDP2": (
+            "FSDP2 (Accelerate has none on a CPU, so its parts by themselves)": (
                 (f"{_SHARDED}test_scorer_sharding.py::*fsdp2*",),
-                (f"{_SHARDED}test_trainer.py::test_fsdp2*",),
+                (),
                 (f"{_ROUTING}test_routing_sharded.py::*fsdp2*",),
             ),
             "FSDP1": ((f"{_SHARDED}test_scorer_sharding.py::*fsdp1*",), (), ()),

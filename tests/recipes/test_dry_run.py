@@ -111,12 +111,22 @@ def test_batches_are_checked_against_the_processes_that_will_run():
         ("zero3", "ZeRO-3", (True, True, True)),
         ("fsdp1", "FSDP1", (True, True, True)),
         ("fsdp2", "FSDP2", (True, True, True)),
+        ("recipes/accelerate/ddp.yaml", "DDP", (False, False, False)),
+        ("recipes/accelerate/zero2.yaml", "ZeRO-2", (True, True, False)),
+        ("recipes/accelerate/zero3.yaml", "ZeRO-3", (True, True, True)),
+        ("recipes/accelerate/fsdp2.yaml", "FSDP2", (True, True, True)),
     ],
 )
 def test_launches_are_read_as_accelerate_reads_them(name, method, shards):
     launch = Launch.read(launch_options([*SMALL, "--accelerate_config", name], "", "").accelerate)
     assert (launch.processes, launch.method, launch.mixed_precision) == (8, method, "bf16")
     assert (launch.shards_optimizer, launch.shards_gradients, launch.shards_weights) == shards
+
+
+def test_processes_that_split_a_model_share_their_samples():
+    options = launch_options([*SMALL, "--accelerate_config", "recipes/accelerate/tp.yaml"], "", "").accelerate
+    launch = Launch.read(options)
+    assert (launch.method, launch.processes, launch.tensor_parallel, launch.replicas) == ("tensor parallel", 2, 2, 1)
 
 
 def test_an_option_wins_over_the_file():
