@@ -67,7 +67,10 @@ class TraceSaver(TrainerCallback):
 
 
 def engine_used(trainer: Any) -> dict[str, str]:
-    """Name and version of what a trainer samples with."""
+    """Name and version of what a trainer samples with; of servers, as far as they tell."""
+    if trainer.use_vllm and trainer.vllm_mode == "server":
+        versions = {str(s.info.get("engine_version", "unknown")) for s in trainer.vllm_generation.pool.servers}
+        return {"name": "vllm", "version": ", ".join(sorted(versions))}
     if trainer.use_vllm:
         from .capture.vllm_engine import vllm_version
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from trl_support_replay.cli import main
 from trl_support_replay.contract import UnreplayableSettingError
-from trl_support_replay.migration.reading import SourceError, read_settings
+from trl_support_replay.migration.reading import SourceError, read_settings, replaced_import
 from trl_support_replay.migration.verdict import judge, sequence_factor
 
 SCRIPT = """
@@ -47,6 +47,14 @@ def test_a_script_is_read_and_not_run(write):
     assert first.unknown == {"max_steps": "steps", "learning_rate": "rate()"}
     assert first.where == "train.py:10" and first.imports == ((3, "from trl import GRPOConfig as Config, GRPOTrainer"),)
     assert second.values == {"output_dir": "other"}
+
+
+def test_imports_keep_their_names_and_what_is_not_ours():
+    text = "from trl import GRPOConfig as C, GRPOTrainer, get_peft_config as peft"
+    assert replaced_import(text) == (
+        "from trl import get_peft_config as peft; from trl_support_replay import SupportReplayGRPOConfig as C, "
+        "SupportReplayGRPOTrainer as GRPOTrainer"
+    )
 
 
 def test_yaml_and_command_lines_give_the_same_settings(write):
@@ -98,7 +106,7 @@ def test_what_today_does_and_what_to_change(write, capsys):
     text = capsys.readouterr().out
     assert "0.9^200 = 7.06e-10" in text and "top_p=0.9 keeps at least 0.9" in text
     assert "not read: learning_rate=rate()" in text
-    assert "becomes: from trl_support_replay import SupportReplayGRPOConfig as GRPOConfig" in text
+    assert "becomes: from trl_support_replay import SupportReplayGRPOConfig as Config, SupportReplay" in text
     assert "train.py:11: nothing is truncated" in text
 
 

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from trl_support_replay.cli import main
+from trl_support_replay.commands import grpo
 from trl_support_replay.grpo_inputs.arguments import launch_options
 from trl_support_replay.planning import make_plan
 from trl_support_replay.planning.launch import Launch
@@ -94,6 +95,14 @@ def test_without_truncation_the_plan_says_that_it_is_stock():
     assert any("Nothing is replayed" in warning for warning in plan.warnings)
 
 
+def test_a_device_that_is_too_small_is_told():
+    arguments = [*SMALL, *REWARD, "--top_k", "20", "--dtype", "bfloat16"]
+    assert make_plan([*arguments, "--device_memory", "24"], []).warnings == [
+        "Prompts are taken for at most 512 tokens: nothing bounds them."
+    ]
+    assert "nine tenths of a device's 4 GiB are 3.6" in make_plan([*arguments, "--device_memory", "4"], []).warnings[0]
+
+
 def test_batches_are_checked_against_the_processes_that_will_run():
     arguments = [*SMALL, *REWARD, "--per_device_train_batch_size", "1", "--num_generations", "8"]
     options = launch_options([*arguments, "--accelerate_config", "zero3"], "", "").accelerate
@@ -127,6 +136,17 @@ def test_processes_that_split_a_model_share_their_samples():
     options = launch_options([*SMALL, "--accelerate_config", "recipes/accelerate/tp.yaml"], "", "").accelerate
     launch = Launch.read(options)
     assert (launch.method, launch.processes, launch.tensor_parallel, launch.replicas) == ("tensor parallel", 2, 2, 1)
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_a_recipe_under_a_launcher_starts_no_second_one(monkeypatch, launched):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if launched:
+        monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(grpo, "_launch", lambda *_: 77)
+    monkeypatch.setattr(grpo, "train", lambda *_: 88)
+    recipe = str(ROOT / "recipes" / "fsdp2_qwen3_8b.yaml")
+    assert main(["grpo", "--config", recipe]) == (88 if launched else 77)
 
 
 def test_an_option_wins_over_the_file():

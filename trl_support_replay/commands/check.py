@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
             length = args.length or found.values.get("max_completion_length") or 512
             for line in _today(verdict, args.kept_mass or _MASSES, length):
                 print(f"  {line}")
-            for line in _changes(found, verdict):
+            for line in _changes(found):
                 print(f"  {line}")
     return 1 if refused else 0
 
@@ -94,15 +94,13 @@ def _today(verdict: Any, masses: Sequence[float], length: int) -> list[str]:
     return lines
 
 
-def _changes(found: Any, verdict: Any) -> list[str]:
+def _changes(found: Any) -> list[str]:
+    from ..migration.reading import replaced_import
+
     lines = []
     for line, text in found.imports:
-        if text.startswith("from trl import"):
-            lines += [
-                f"line {line}: {text}",
-                "becomes: from trl_support_replay import SupportReplayGRPOConfig as GRPOConfig, "
-                "SupportReplayGRPOTrainer as GRPOTrainer",
-            ]
+        if not text.startswith("from trl_support_replay"):
+            lines += [f"line {line}: {text}", f"becomes: {replaced_import(text)}"]
     if not found.imports:
         lines.append("run it with `trl-support-replay grpo` in the place of `trl grpo`.")
     if found.values.get("use_vllm") and found.values.get("vllm_mode") == "server":

@@ -7,6 +7,7 @@ for example --accelerate_config, the training is started through accelerate.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -40,7 +41,8 @@ def main(argv: Sequence[str]) -> int:
         options = launch_options(argv, __doc__ or "", _EXAMPLES)
     if options.dry_run:
         return _plan(argv, options.accelerate)
-    if options.accelerate:
+    # Under a launcher already, a recipe's own launch options have been overruled.
+    if options.accelerate and "LOCAL_RANK" not in os.environ:
         return _launch(options.accelerate, argv)
     return train(argv)
 

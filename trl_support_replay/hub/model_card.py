@@ -65,17 +65,26 @@ class RunFacts:
     def of(cls, trainer: Any) -> RunFacts:
         """From a `SupportReplayGRPOTrainer`, during or after training."""
         engine = engine_used(trainer)
-        capture = trainer.vllm_generation.capture if trainer.use_vllm else "scores"
         settings = trainer.sampling_settings
         return cls(
             sampling=", ".join(filter(None, [f"temperature={settings.temperature:g}", str(settings)])),
             engine=f"{engine['name']} {engine['version']}",
-            capture=_CAPTURES.get(capture, capture),
+            capture=" and ".join(sorted(_CAPTURES[capture] for capture in _captures(trainer))),
             routes=trainer.replays_routes,
             steps=trainer.state.global_step,
             summary=summarize(trainer.state.log_history),
             traces=trainer.args.traces_hub_id,
         )
+
+
+def _captures(trainer: Any) -> set[str]:
+    if not trainer.replays_support:
+        return {"sampled"}
+    if not trainer.use_vllm:
+        return {"scores"}
+    if trainer.vllm_mode == "server":
+        return {server.capture for server in trainer.vllm_generation.pool.servers}
+    return {trainer.vllm_generation.capture}
 
 
 def summarize(history: Sequence[Mapping[str, Any]]) -> dict[str, float]:

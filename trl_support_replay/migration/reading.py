@@ -65,6 +65,21 @@ def read_settings(path: Path) -> list[FoundSettings]:
     return found
 
 
+def replaced_import(text: str) -> str:
+    """The import to write in the place of one of TRL's: ours under the same names, what else it names left to TRL.
+
+    Args:
+        text: one `from ... import ...` statement.
+    """
+    (node,) = ast.parse(text).body
+    assert isinstance(node, ast.ImportFrom)
+    ours = {"GRPOConfig": "SupportReplayGRPOConfig", "GRPOTrainer": "SupportReplayGRPOTrainer"}
+    parts = [f"{ours[name.name]} as {name.asname or name.name}" for name in node.names if name.name in ours]
+    rest = [ast.unparse(name) for name in node.names if name.name not in ours]
+    kept = [f"from {node.module} import {', '.join(rest)}"] if rest else []
+    return "; ".join([*kept, f"from trl_support_replay import {', '.join(parts)}"])
+
+
 def _from_yaml(text: str, path: Path) -> FoundSettings:
     try:
         values = yaml.safe_load(text)

@@ -103,10 +103,6 @@ class Item:
     note: str
     on_host: bool = False
 
-    @property
-    def gib(self) -> float:
-        return self.bytes / GIB
-
 
 # Bytes of state a parameter, relative to the weight's own type; those that do not scale with it stand in bytes.
 _STATES_IN_WEIGHTS = {"sgd": 0, "adagrad": 1, "rmsprop": 1, "lion_32bit": 1}

@@ -55,12 +55,12 @@ class Plan:
     warnings: list[str]
 
     @property
-    def device_gib(self) -> float:
-        return sum(item.gib for item in self.items if not item.on_host)
+    def device_bytes(self) -> float:
+        return sum(item.bytes for item in self.items if not item.on_host)
 
     @property
-    def host_gib(self) -> float:
-        return sum(item.gib for item in self.items if item.on_host)
+    def host_bytes(self) -> float:
+        return sum(item.bytes for item in self.items if item.on_host)
 
 
 def make_plan(argv: Sequence[str], accelerate_options: Sequence[str]) -> Plan:
@@ -238,10 +238,10 @@ def _warnings(
 ) -> Iterator[str]:
     if not settings.truncates and not training.routed_experts_replay:
         yield "Nothing is replayed. Set top_k, top_p or min_p to sample from a support and score over it."
-    if plan.device_memory is not None and plan.device_gib > 0.9 * plan.device_memory:
+    if plan.device_memory is not None and plan.device_bytes > 0.9 * plan.device_memory * GIB:
         yield (
-            f"{plan.device_gib:.1f} GiB are needed, and nine tenths of a device with {plan.device_memory:g} GiB are "
-            f"{0.9 * plan.device_memory:.1f}. Shard more, lower per_device_train_batch_size, or train an adapter."
+            f"{plan.device_bytes / GIB:.1f} GiB are needed, and nine tenths of a device's {plan.device_memory:g} GiB "
+            f"are {0.9 * plan.device_memory:.1f}. Shard more, lower per_device_train_batch_size, or train an adapter."
         )
     needed = {"vllm": training.use_vllm, "deepspeed": launch.is_deepspeed, "peft": adapter}
     for requirement in REQUIREMENTS:

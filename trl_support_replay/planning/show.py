@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .memory import GIB
 from .plan import Plan
 
 
@@ -15,14 +16,19 @@ def show_plan(plan: Plan) -> None:
         console.print(f"{name:<10} {value}", soft_wrap=True)
     table = Table(title="memory of one process, estimated", title_justify="left")
     table.add_column("")
-    table.add_column("GiB", justify="right")
+    table.add_column("memory", justify="right")
     table.add_column("of")
     for item in plan.items:
-        table.add_row(item.name, f"{item.gib:.2f}", item.note + (", on the host" if item.on_host else ""))
+        table.add_row(item.name, size(item.bytes), item.note + (", on the host" if item.on_host else ""))
     total = f"of {plan.device_memory:.0f} GiB a device" if plan.device_memory is not None else "on the device"
     table.add_section()
-    table.add_row("together", f"{plan.device_gib:.2f}", total + f", and {plan.host_gib:.2f} on the host")
+    table.add_row("together", size(plan.device_bytes), total + f", and {size(plan.host_bytes)} on the host")
     console.print(table)
     for warning in plan.warnings:
         console.print(f"look at: {warning}", soft_wrap=True)
     console.print("Dry run: nothing was loaded or started.")
+
+
+def size(num_bytes: float) -> str:
+    """Bytes in the unit that suits them."""
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= 0.1 * GIB else f"{num_bytes / 2**20:.1f} MiB"
