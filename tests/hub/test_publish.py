@@ -1,6 +1,5 @@
 """Model and traces published to a local server that speaks the Hub's protocol, and read back from it."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 from huggingface_hub import DatasetCard, ModelCard
 
 from tests.hub.fake_hub import TOKEN, FakeHub
+from tests.processes import environment
 from tests.trainer.conftest import tiny_model_path  # noqa: F401
 from trl_support_replay.hub.model_card import RunFacts, add_section, section, summarize
 from trl_support_replay.hub.traces import TraceFacts, traces_card
@@ -20,18 +20,17 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(hub, folder, *command, token=TOKEN):
-    environment = {
-        **{k: v for k, v in os.environ.items() if k not in ("HF_TOKEN", "HF_HUB_OFFLINE")},
-        "HF_ENDPOINT": hub.url,
-        "HF_HUB_OFFLINE": "0",
-        "HF_HUB_DISABLE_XET": "1",  # the fake takes LFS uploads
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "HF_HOME": str(folder / "hf"),
-        "HF_TOKEN": token,
-        "PYTHONPATH": str(ROOT),
-    }
+    variables = environment(
+        HF_ENDPOINT=hub.url,
+        HF_HUB_OFFLINE="0",
+        HF_HUB_DISABLE_XET="1",  # the fake takes LFS uploads
+        HF_HUB_DISABLE_TELEMETRY="1",
+        HF_HOME=str(folder / "hf"),
+        HF_TOKEN=token,
+        PYTHONPATH=str(ROOT),
+    )
     done = subprocess.run(
-        [sys.executable, *map(str, command)], env=environment, capture_output=True, text=True, cwd=folder, timeout=300
+        [sys.executable, *map(str, command)], env=variables, capture_output=True, text=True, cwd=folder, timeout=300
     )
     return SimpleNamespace(code=done.returncode, text=done.stdout + done.stderr)
 

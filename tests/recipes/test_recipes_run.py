@@ -1,12 +1,13 @@
 """The recipes for a CPU, as their headers say they are run."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.processes import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -15,7 +16,7 @@ def command(*arguments, timeout=500):
     done = subprocess.run(
         [sys.executable, "-m", "trl_support_replay", *map(str, arguments)],
         cwd=ROOT,
-        env=os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"},
+        env=environment(VLLM_LOGGING_LEVEL="ERROR"),
         capture_output=True,
         text=True,
         timeout=timeout,

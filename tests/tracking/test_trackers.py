@@ -1,7 +1,6 @@
 """trackio, wandb and tensorboard, the real libraries without a network, each get what training logs."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from tests.processes import environment
 from tests.trainer.conftest import tiny_model_path  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,17 +38,17 @@ METRICS = ("support/size_mean", "support/logprob_gap_max", "sampling/importance_
 def tracked(tiny_model_path, tmp_path_factory):  # noqa: F811
     """Folder of a run that reported to all three."""
     folder = tmp_path_factory.mktemp("tracked")
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "WANDB_MODE": "offline",
-        "WANDB_DIR": str(folder),
-        "TRACKIO_DIR": str(folder / "trackio"),
-        "TENSORBOARD_LOGGING_DIR": str(folder / "tensorboard"),
-        "HF_HUB_OFFLINE": "1",
-    }
+    variables = environment(
+        PYTHONPATH=str(ROOT),
+        WANDB_MODE="offline",
+        WANDB_DIR=str(folder),
+        TRACKIO_DIR=str(folder / "trackio"),
+        TENSORBOARD_LOGGING_DIR=str(folder / "tensorboard"),
+        HF_HUB_OFFLINE="1",
+    )
     done = subprocess.run(
         [sys.executable, "-c", RUN, tiny_model_path],
-        env=environment,
+        env=variables,
         cwd=folder,
         capture_output=True,
         text=True,
