@@ -1,6 +1,10 @@
 # make demo       train a small real model with replay, then without, and compare (STEPS=20)
 # make test       everything but the slow tests
 # make test-all   every test
+# make recipe-cpu train by recipes/cpu_smollm2.yaml
+# make dist       wheel and source distribution in dist/
+# make docs       the documentation in site/, warnings as errors
+# make compatibility  docs/compatibility.md from the results of the last `make test` or `make test-all`
 # make lint       ruff and mypy
 # make pins       write requirements/cpu.txt anew from requirements/cpu.in
 # make clean      remove .venv, caches and what runs left behind
@@ -16,7 +20,7 @@ export OMP_NUM_THREADS ?= 2
 export HF_HUB_OFFLINE = 1
 export VLLM_NO_USAGE_STATS = 1
 
-.PHONY: help venv demo test test-all lint pins clean
+.PHONY: help venv demo test test-all recipe-cpu dist docs compatibility lint pins clean
 
 help:
 	@sed -n 's/^# make /  make /p' Makefile
@@ -29,11 +33,31 @@ demo: venv
 
 test: venv
 	@echo "==> Tests, except slow ones"
-	@$(RUN) -m pytest -q -m "not slow"
+	@$(RUN) -m pytest -q -m "not slow" --junitxml build/tests.xml
 
 test-all: venv
 	@echo "==> All tests"
-	@$(RUN) -m pytest -q
+	@$(RUN) -m pytest -q --junitxml build/tests.xml
+
+recipe-cpu: venv
+	@$(RUN) -c "from trl_support_replay.demo.model import fetch_smollm2; fetch_smollm2('models/SmolLM2-135M-Instruct')"
+	@$(RUN) -m trl_support_replay grpo --config recipes/cpu_smollm2.yaml
+
+dist: venv
+	@rm -rf dist build && $(RUN) -m build --no-isolation
+
+docs: .venv-docs/pins.stamp
+	@echo "==> mkdocs build --strict"
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet --site-dir site
+
+.venv-docs/pins.stamp: requirements/docs.txt
+	@echo "==> Creating .venv-docs"
+	@rm -rf .venv-docs && $(PYTHON) -m venv .venv-docs
+	@.venv-docs/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r requirements/docs.txt
+	@touch $@
+
+compatibility: venv
+	@$(RUN) -m scripts.make_compatibility build/tests.xml
 
 lint: venv
 	@echo "==> ruff check"
@@ -51,5 +75,5 @@ pins:
 	@rm -rf build/pins
 
 clean:
-	rm -rf $(VENV) build dist site runs models .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) .venv-docs build dist site runs models .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -109,6 +109,13 @@ class ReplayConfig(_TRLConfig):
             "them as train_dataset."
         },
     )
+    traces_hub_id: str | None = field(
+        default=None,
+        metadata={
+            "help": "Dataset on the Hub, `user/name`, that push_to_hub publishes the traces of save_traces to, beside "
+            "the model, whose card links to it."
+        },
+    )
     routed_experts_replay: bool = field(
         default=False,
         metadata={
@@ -204,6 +211,11 @@ class ReplayConfig(_TRLConfig):
         if not self.vllm_server_request_timeout > 0:
             raise ValueError(
                 f"vllm_server_request_timeout={self.vllm_server_request_timeout!r} must be positive (seconds)."
+            )
+        if self.traces_hub_id is not None and self.save_traces is None:
+            raise ValueError(
+                f"traces_hub_id={self.traces_hub_id!r} publishes what save_traces keeps, and save_traces is not set. "
+                "Set save_traces to a folder."
             )
         if self.weight_sync == "filesystem":
             self._check_filesystem_sync()

@@ -6,8 +6,9 @@ are read from the installed metadata, so that nothing heavy is imported to find 
 
 from __future__ import annotations
 
+import inspect
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any
@@ -243,3 +244,22 @@ def _capabilities(packages: tuple[PackageStatus, ...], device: str) -> tuple[Cap
         capability("DeepSpeed ZeRO", [*core, by_name["deepspeed"]], "stages 1 to 3"),
         capability("Megatron bridge", [by_name["torch"], by_name["megatron-core"]], "scorer and router replay"),
     )
+
+
+def check_seam(trainer: type, seam: Mapping[str, Sequence[str]]) -> None:
+    """Refuse a TRL whose methods are called otherwise than in 1.15 and 1.16, whatever its version says.
+
+    Args:
+        trainer: TRL's trainer.
+        seam: method name to its first parameters after `self`.
+
+    Raises:
+        UnsupportedVersionError: naming the method.
+    """
+    for name, parameters in seam.items():
+        found = tuple(inspect.signature(getattr(trainer, name)).parameters)[1:]
+        if found[: len(parameters)] != tuple(parameters):
+            raise UnsupportedVersionError(
+                f"trl {metadata.version('trl')} is not supported: {trainer.__name__}.{name} takes {found}, where "
+                f"{parameters} is expected. Install trl 1.15 or 1.16: pip install 'trl>=1.15,<1.17'."
+            )

@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import trl
 from accelerate.utils import is_peft_model
 from transformers import GenerationConfig, PreTrainedModel
 from trl.trainer.utils import get_config_model_id
 
 from .capture.recorder import SupportRecorder, TracedLogprob
 from .capture.transformers_generate import ScoresRecorder, recording
+from .completion_columns import completion_columns, empty_columns
 from .contract import check_contract
 from .engines import engine_builder
-from .environment import UnsupportedVersionError, check_supported
+from .environment import check_supported
+from .hub.publishing import PublishesTraces
 from .rebind import rebound
 from .replay_check import GapStatistics, ReplayGapError, Tolerance, explain
 from .replay_head import ReplayCaller, add_replay_head, recorded_mask
@@ -48,26 +49,7 @@ SAMPLES = "support_samples"
 """The batch's list of `Trace`, which TRL shuffles and splits with its tensors."""
 
 
-def check_seam(trainer: type, seam: Mapping[str, Sequence[str]]) -> None:
-    """Refuse a TRL whose methods are called otherwise than in 1.15 and 1.16, whatever its version says.
-
-    Args:
-        trainer: TRL's trainer.
-        seam: method name to its first parameters after `self`.
-
-    Raises:
-        UnsupportedVersionError: naming the method.
-    """
-    for name, parameters in seam.items():
-        found = tuple(inspect.signature(getattr(trainer, name)).parameters)[1:]
-        if found[: len(parameters)] != tuple(parameters):
-            raise UnsupportedVersionError(
-                f"trl {trl.__version__} is not supported: {trainer.__name__}.{name} takes {found}, where {parameters} "
-                "is expected. Install trl 1.15 or 1.16: pip install 'trl>=1.15,<1.17'."
-            )
-
-
-class ReplayTrainer(_TRLTrainer):
+class ReplayTrainer(PublishesTraces, _TRLTrainer):
     """Mixed into a trainer of TRL in front of it: `class Replaying(ReplayTrainer, trl.SomeTrainer)`.
 
     Subclasses set `_trl` (the module of TRL's trainer, whose names are bound anew while it is built), `_config` and
@@ -84,6 +66,8 @@ class ReplayTrainer(_TRLTrainer):
     def __init__(self, model: Any, reward_funcs: Any = None, args: Any = None, **kwargs: Any):
         check_supported()
         args = self._checked_args(model, args)
+        if args.use_vllm and args.vllm_mode == "colocate":
+            check_supported("vllm")
         self.sampling_settings = check_contract(args, _own_generation_config(model, args))
         check_tensor_parallel(model, args)
         self.replays_support = self.sampling_settings.truncates
@@ -183,12 +167,21 @@ class ReplayTrainer(_TRLTrainer):
     def _keep_samples(self, collected: Collected) -> None:
         assert self._recorder is not None
         self._scored_samples = collected.samples
+        self._log_completion_columns(completion_columns(collected.samples))
         self._log(
             support_metrics(collected.samples, self._recorder.repaired, collected.num_synthetic, self._gather_row)
         )
 
+    def _log_completion_columns(self, columns: dict[str, list[float | None]]) -> None:
+        if self.log_completions:
+            for name, values in columns.items():
+                self._log_completion_extra(name, values)
+
     def _generate_and_score_completions(self, inputs):
-        if not (self.replays_support or self.replays_routes) or not self.model.training:
+        if not (self.replays_support or self.replays_routes):
+            return super()._generate_and_score_completions(inputs)
+        if not self.model.training:
+            self._log_completion_columns(empty_columns(len(inputs)))  # the table has a value a row in every column
             return super()._generate_and_score_completions(inputs)
         self._recorder = SupportRecorder()
         try:
@@ -206,13 +199,13 @@ class ReplayTrainer(_TRLTrainer):
         self._check_generated(output)
         return output
 
+    @abstractmethod
     def _check_generated(self, output: dict[str, Any]) -> None:
         """Check a new generation batch, if its scores are there already."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _recorded_logprobs(self, batch: dict[str, Any]) -> torch.Tensor:
         """`[B, T]` log-probs that the engine reported."""
-        raise NotImplementedError
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)

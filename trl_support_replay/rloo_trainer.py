@@ -11,9 +11,10 @@ from trl import RLOOTrainer
 from .capture.recorder import TracedLogprob
 from .collect import collect_samples
 from .config import SupportReplayRLOOConfig
+from .environment import check_seam
 from .offline import is_trace_dataset
 from .rebind import rebound
-from .replay_trainer import SAMPLES, ReplayTrainer, check_seam
+from .replay_trainer import SAMPLES, ReplayTrainer
 from .traces.columns import TraceSchemaError
 
 check_seam(

@@ -61,13 +61,18 @@ class TraceSaver(TrainerCallback):
                 "min_p": settings.min_p,
                 "seed": trainer.args.seed,
             },
-            engine=self._engine(),
+            engine=engine_used(trainer),
         )
         self._folder.write(table, step, trainer.accelerator.process_index, self._batch_of_step[1])
 
-    def _engine(self) -> dict[str, str]:
-        if self._trainer.use_vllm:
-            from .capture.vllm_engine import vllm_version
 
-            return {"name": "vllm", "version": str(vllm_version())}
-        return {"name": "transformers", "version": transformers.__version__}
+def engine_used(trainer: Any) -> dict[str, str]:
+    """Name and version of what a trainer samples with; of servers, as far as they tell."""
+    if trainer.use_vllm and trainer.vllm_mode == "server":
+        versions = {str(s.info.get("engine_version", "unknown")) for s in trainer.vllm_generation.pool.servers}
+        return {"name": "vllm", "version": ", ".join(sorted(versions))}
+    if trainer.use_vllm:
+        from .capture.vllm_engine import vllm_version
+
+        return {"name": "vllm", "version": str(vllm_version())}
+    return {"name": "transformers", "version": transformers.__version__}

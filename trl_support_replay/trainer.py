@@ -17,8 +17,9 @@ from trl import GRPOTrainer
 
 from .collect import ROLLOUT_KEY, ROUTES_KEY, collect_samples
 from .config import SupportReplayGRPOConfig
+from .environment import check_seam
 from .offline import GROUP_COLUMN, OfflineTraces, is_trace_dataset
-from .replay_trainer import SAMPLES, ReplayTrainer, check_seam
+from .replay_trainer import SAMPLES, ReplayTrainer
 
 check_seam(
     GRPOTrainer,

@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 
 from trl_support_replay.capture.recorder import SupportRecorder
+from trl_support_replay.capture.vllm_engine import vllm_version
+from trl_support_replay.hub.model_card import RunFacts
 from trl_support_replay.replay_check import ReplayGapError
 from trl_support_replay.serving.protocol import GenerateRequest
 
@@ -52,6 +54,8 @@ def test_training_follows_the_servers_weights(build, moe_server, tiny_moe_path):
     assert any(entry["support/size_mean"] > 2 for entry in log) and any(entry["grad_norm"] > 0 for entry in log)
     (version,) = {path.name for path in moe_server.weights_dir.iterdir()} - {path.name for path in before}
     assert version.endswith("-000003"), "one version a step, and only the last is kept"
+    facts = RunFacts.of(trainer)  # for the model card
+    assert facts.engine == f"vllm {vllm_version()}" and facts.capture == "the engine's processed log-probs"
 
 
 def test_without_truncation_it_is_stock_training_over_the_same_server(build, moe_server, tiny_moe_path):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import environment
 from tests.routing.moe_models import qwen3_moe_config, save_model
 
 from .conftest import character_tokenizer
@@ -54,6 +55,7 @@ def test_ten_steps_with_routes_and_supports_replayed(moe_path, tmp_path, samplin
         capture_output=True,
         text=True,
         timeout=400,
+        env=environment(),
         cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -101,6 +101,9 @@ class VLLMGenerator:
     def __init__(self, model: str, request: CaptureRequest, dtype: str = "float32", **engine: Any):
         import os
 
+        from ..environment import check_supported
+
+        check_supported("vllm")
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # nothing runs beside it, so no second process
         from vllm import LLM

@@ -9,10 +9,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..environment import report
+from ..environment import check_supported, report
 from ..preflight import check_output_dir
 from .model import fetch_smollm2
 from .report import plot, print_table, write_summary
@@ -38,10 +39,15 @@ def run_demo(steps: int = 20, output: str | os.PathLike[str] = "runs/demo", mode
 
     Raises:
         InputError: `output` cannot be written.
-        DemoError: a variant failed; its log is named, and what was measured until then is reported.
+        UnsupportedVersionError: vLLM is missing.
+        DemoError: matplotlib is missing; or a variant failed: its log is named, and what was measured until then is
+            reported.
     """
     folder = Path(output)
     check_output_dir(folder)
+    check_supported("vllm")
+    if find_spec("matplotlib") is None:  # else it would be missed when all is trained
+        raise DemoError("The demo's plot needs matplotlib. Run: pip install 'trl-support-replay[demo]'")
     model = Path(models) / "SmolLM2-135M-Instruct"
     if not model.exists():
         print(f"==> Unpacking {model}, once", flush=True)

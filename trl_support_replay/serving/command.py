@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
+from ..environment import check_supported
 from .settings import ServerSettings, variable
 
 MIDDLEWARE = "trl_support_replay.serving.endpoint.SupportReplayMiddleware"
@@ -95,6 +96,7 @@ def serve_command(argv: Sequence[str], on_cpu: bool) -> tuple[list[str], dict[st
 
 def main(argv: Sequence[str]) -> None:
     """Become vLLM's server. Does not return."""
+    check_supported("vllm")
     from vllm.platforms import current_platform
 
     command, environment = serve_command(argv, on_cpu=current_platform.is_cpu())

@@ -1,0 +1,61 @@
+"""The recipes for a CPU, as their headers say they are run."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.processes import environment
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def command(*arguments, timeout=500):
+    done = subprocess.run(
+        [sys.executable, "-m", "trl_support_replay", *map(str, arguments)],
+        cwd=ROOT,
+        env=environment(VLLM_LOGGING_LEVEL="ERROR"),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+def metrics(folder):
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if "support/logprob_gap_max" in line]
+
+
+@pytest.mark.slow
+def test_the_cpu_recipe_trains(smollm2_path, tmp_path):
+    output = tmp_path / "run"
+    command(
+        *("grpo", "--config", "recipes/cpu_smollm2.yaml"),
+        *("--model_name_or_path", smollm2_path, "--output_dir", output),
+    )
+    steps = metrics(output)
+    assert len(steps) == 10 and (output / "model.safetensors").is_file()
+    for step in steps:
+        assert step["support/logprob_gap_max"] <= 1e-3 and step["support/logprob_gap_mean"] <= 1e-5
+        assert step["sampling/importance_sampling_ratio_raw/mean"] == pytest.approx(1, abs=1e-3)
+    assert max(step["grad_norm"] for step in steps) > 0
+
+
+@pytest.mark.slow
+def test_the_offline_recipe_trains_on_what_was_captured(smollm2_path, tmp_path):
+    traces, output = tmp_path / "traces", tmp_path / "run"
+    command(
+        *("capture", "--model", smollm2_path, "--dataset", "recipes/data/sums/train.jsonl", "--engine", "transformers"),
+        *("--top_k", 20, "--top_p", 0.9, "--num_generations", 8, "--max_tokens", 40, "--limit", 4),
+        *("--output", traces),
+    )
+    command(
+        *("grpo", "--config", "recipes/offline_smollm2.yaml", "--model_name_or_path", smollm2_path),
+        *("--dataset_name", traces, "--output_dir", output),
+    )
+    steps = metrics(output)
+    assert len(steps) == 4  # one group of 8 a step
+    assert steps[0]["support/logprob_gap_max"] <= 1e-4  # before the first step the weights are those that sampled

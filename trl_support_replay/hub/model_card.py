@@ -1,0 +1,129 @@
+"""The section of a model card that says how its tokens were sampled and scored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from huggingface_hub import ModelCard
+
+from .. import __version__
+from ..trace_saving import engine_used
+
+TAGS = ("support-replay", "importance-sampling")
+_HEADING = "## Sampling-support replay"
+_BEFORE = "### Framework versions\n"
+_CAPTURES = {
+    "native": "the engine's sampling mask",
+    "logprobs": "the engine's processed log-probs",
+    "sampled": "not recorded: nothing was truncated",
+    "scores": "the processed scores of each step",
+}
+
+# metric -> (label, how a run is summed up from its logging steps)
+_SUMMARY: dict[str, tuple[str, Any]] = {
+    "support/size_mean": ("support size, mean", fmean),
+    "support/size_max": ("support size, largest", max),
+    "support/singleton_fraction": ("supports of one token", fmean),
+    "support/log_mass": ("log of the mass that truncation kept, mean", fmean),
+    "support/logprob_gap_mean": ("gap of replayed to recorded log-probs, mean (nats)", fmean),
+    "support/logprob_gap_max": ("gap of replayed to recorded log-probs, largest (nats)", max),
+    "sampling/importance_sampling_ratio_raw/mean": ("sequence importance ratio right after generation, mean", fmean),
+    "sampling/outside_10pct": ("sequences with a ratio outside 0.9 to 1.1", fmean),
+    "support/repaired": ("supports repaired", sum),
+    "support/synthetic_eos": ("completions ended by a token that was not sampled", sum),
+    "routes/agreement": ("agreement of live routers with replayed experts", fmean),
+}
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a card says of a run.
+
+    Attributes:
+        sampling: temperature and what truncated.
+        engine: name and version.
+        capture: where supports came from.
+        routes: whether routed experts were replayed.
+        steps: optimizer steps.
+        summary: label to figure, over the whole run.
+        traces: name of the dataset on the Hub that holds the run's traces; `None` when they were not published.
+    """
+
+    sampling: str
+    engine: str
+    capture: str
+    routes: bool
+    steps: int
+    summary: Mapping[str, float] = field(default_factory=dict)
+    traces: str | None = None
+
+    @classmethod
+    def of(cls, trainer: Any) -> RunFacts:
+        """From a `SupportReplayGRPOTrainer`, during or after training."""
+        engine = engine_used(trainer)
+        settings = trainer.sampling_settings
+        return cls(
+            sampling=", ".join(filter(None, [f"temperature={settings.temperature:g}", str(settings)])),
+            engine=f"{engine['name']} {engine['version']}",
+            capture=" and ".join(sorted(_CAPTURES[capture] for capture in _captures(trainer))),
+            routes=trainer.replays_routes,
+            steps=trainer.state.global_step,
+            summary=summarize(trainer.state.log_history),
+            traces=trainer.args.traces_hub_id,
+        )
+
+
+def _captures(trainer: Any) -> set[str]:
+    if not trainer.replays_support:
+        return {"sampled"}
+    if not trainer.use_vllm:
+        return {"scores"}
+    if trainer.vllm_mode == "server":
+        return {server.capture for server in trainer.vllm_generation.pool.servers}
+    return {trainer.vllm_generation.capture}
+
+
+def summarize(history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Label to figure, of the metrics that a run logged; those it never logged are left out."""
+    found = {}
+    for metric, (label, reduce) in _SUMMARY.items():
+        values = [float(log[metric]) for log in history if log.get(metric) is not None]
+        if values:
+            found[label] = reduce(values)
+    return found
+
+
+def section(facts: RunFacts) -> str:
+    """The section, in Markdown."""
+    rows = {"sampling": facts.sampling, "engine": facts.engine, "supports from": facts.capture}
+    if facts.routes:
+        rows["routed experts"] = "replayed"
+    rows["optimizer steps"] = str(facts.steps)
+    rows |= {label: f"{value:.4g}" for label, value in facts.summary.items()}
+    table = "".join(f"| {name} | {value} |\n" for name, value in rows.items())
+    traces = f"\nTraces: [{facts.traces}](https://huggingface.co/datasets/{facts.traces})\n" if facts.traces else ""
+    return (
+        f"{_HEADING}\n\nEach token was scored over the set of tokens that it was sampled from (trl-support-replay "
+        f"{__version__}).\n\n| | |\n|---|---|\n{table}{traces}\n"
+    )
+
+
+def add_section(path: Path, facts: RunFacts) -> None:
+    """Put section and tags into a model card, in the place of an earlier one.
+
+    Args:
+        path: the card, as TRL wrote it.
+        facts: of the run.
+    """
+    card = ModelCard.load(path)
+    start = card.text.find(_HEADING)
+    if start >= 0:
+        card.text = card.text[:start] + card.text[card.text.index(_BEFORE, start) :]
+    head, before, rest = card.text.partition(_BEFORE)
+    card.text = f"{head}{section(facts)}{before}{rest}" if before else f"{card.text.rstrip()}\n\n{section(facts)}"
+    card.data.tags = sorted({*(card.data.tags or []), *TAGS, *(["routed-experts-replay"] if facts.routes else [])})
+    card.save(path)

@@ -1,0 +1,1 @@
+"""What support replay would do with a script or configuration written for TRL."""

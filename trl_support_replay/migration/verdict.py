@@ -1,0 +1,113 @@
+"""What support replay would do with settings that were found, and what they do without it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from ..contract import SamplingSettings, UnreplayableSettingError, check_contract
+
+# What to put in the place of a refused setting to find the next one.
+_HARMLESS: dict[str, Any] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": None,
+    "repetition_penalty": 1.0,
+    "vllm_structured_outputs_regex": None,
+    "use_transformers_continuous_batching": False,
+    "vllm_engine_kwargs": None,
+}
+# A bound under which vLLM reports whole supports, for going on after that refusal.
+_TOP_K = 100
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What would happen to one configuration.
+
+    Attributes:
+        sampling: the settings that a request would carry.
+        refused: every refusal, in the order in which they would be met.
+        ignored: names that no GRPO configuration has; they may be TRL's script or model arguments.
+        corrects: how TRL uses the ratio of policy to sampler today: "sequence", "token", or `None` when it takes none.
+        cap: where TRL cuts or drops ratios; `None` for nowhere.
+    """
+
+    sampling: SamplingSettings
+    refused: tuple[UnreplayableSettingError, ...]
+    ignored: tuple[str, ...]
+    corrects: str | None
+    cap: float | None
+
+    @property
+    def replayed(self) -> bool:
+        """Whether there is something to replay, and nothing refused."""
+        return self.sampling.truncates and not self.refused
+
+
+def judge(values: Mapping[str, Any]) -> Verdict:
+    """Check settings against the contract, without making a configuration of them.
+
+    Args:
+        values: setting names and values, as written.
+    """
+    from ..config import SupportReplayGRPOConfig
+
+    fields = {f.name: f for f in dataclasses.fields(SupportReplayGRPOConfig)}
+    args = SimpleNamespace(**{name: _default(f) for name, f in fields.items()})
+    for name, value in values.items():
+        if name in fields:
+            setattr(args, name, dict(value) if isinstance(value, dict) else value)
+    sampling, refused = None, []
+    while sampling is None:
+        try:
+            sampling = check_contract(args)
+        except UnreplayableSettingError as error:
+            refused.append(error)
+            _make_harmless(args, error)
+    mode = args.vllm_importance_sampling_mode.split("_")[0]
+    corrected = args.use_vllm and args.vllm_importance_sampling_correction
+    return Verdict(
+        sampling=sampling,
+        refused=tuple(refused),
+        ignored=tuple(name for name in values if name not in fields),
+        corrects=mode if corrected else None,
+        cap=args.vllm_importance_sampling_cap or args.vllm_importance_sampling_clip_max,
+    )
+
+
+def sequence_factor(kept_mass: float, length: int) -> float:
+    """What today's sequence ratio is multiplied by: `kept_mass ** length`.
+
+    The sampler's log-prob of a token is normalised over the mass that truncation kept, the trainer's over everything,
+    so each token's ratio is short of that mass.
+
+    Args:
+        kept_mass: mass that survives truncation, averaged over tokens in its logarithm, in (0, 1].
+        length: tokens of a completion.
+    """
+    return math.exp(length * math.log(kept_mass))
+
+
+def _default(field: Any) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return None if field.default is dataclasses.MISSING else field.default
+
+
+def _make_harmless(args: Any, error: UnreplayableSettingError) -> None:
+    inside = re.fullmatch(r"(\w+)\['(\w+)'\]", error.setting)
+    if inside:
+        getattr(args, inside[1]).pop(inside[2])
+    elif args.use_vllm and error.setting in ("top_p", "min_p") and not (args.top_k or 0) > 0:
+        args.top_k = _TOP_K
+    else:
+        setattr(args, error.setting, _HARMLESS[error.setting])
+        # What stands in generation_kwargs wins over the setting of the same name.
+        (args.generation_kwargs or {}).pop(error.setting, None)
