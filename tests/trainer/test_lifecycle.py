@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from trl import GRPOConfig
+from trl import GRPOConfig, GRPOTrainer
 
 from trl_support_replay import SupportReplayGRPOTrainer, UnreplayableSettingError
 from trl_support_replay.traces.support import SupportError
@@ -80,7 +80,7 @@ def test_the_models_own_generation_config_is_checked_before_it_is_loaded(build, 
 @pytest.mark.parametrize("synthetic_eos", ["full_vocab", "mask", "error"])
 def test_one_end_of_sequence_that_nobody_sampled(build, tiny_model_path, monkeypatch, synthetic_eos):
     trainer = build(tiny_model_path, **HF, synthetic_eos=synthetic_eos)
-    generate = SupportReplayGRPOTrainer.__mro__[1]._generate
+    generate = GRPOTrainer._generate
 
     def append_eos(self, prompts):
         prompt_ids, ids, mask, completions, logprobs, *rest = generate(self, prompts)
@@ -88,7 +88,7 @@ def test_one_end_of_sequence_that_nobody_sampled(build, tiny_model_path, monkeyp
         logprobs = [[*x, 0.0] for x in logprobs]
         return prompt_ids, ids, mask, completions, logprobs, *rest
 
-    monkeypatch.setattr(SupportReplayGRPOTrainer.__mro__[1], "_generate", append_eos)
+    monkeypatch.setattr(GRPOTrainer, "_generate", append_eos)
     if synthetic_eos == "error":
         with pytest.raises(SupportError, match="synthetic_eos='error' refuses it"):
             trainer.train()

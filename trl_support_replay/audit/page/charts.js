@@ -150,7 +150,7 @@ for (const name of shown) {
   };
   if (rows.length) {
     draw("mean size of a support", "size_mean", String, 0);
-    draw("mean mass that a support holds", "mass_mean", (v) => `${(100 * v).toFixed(v > 0.99 ? 2 : 1)} %`);
+    draw("mean mass that a support holds", "mass_mean", (v) => `${Number((100 * v).toPrecision(4))} %`);
     draw("share of supports with one token", "singletons", (v) => `${(100 * v).toFixed(0)} %`, 0);
     draw("mean gap left after replay (nats)", "left_mean", String, 0);
   }
