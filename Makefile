@@ -49,7 +49,7 @@ dist: venv
 
 docs: .venv-docs/pins.stamp
 	@echo "==> mkdocs build --strict"
-	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet --site-dir site
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --site-dir site
 
 .venv-docs/pins.stamp: requirements/docs.txt
 	@echo "==> Creating .venv-docs"
