@@ -1,15 +1,16 @@
-# make demo       train a small real model with replay, then without, and compare (STEPS=20)
-# make test       everything but the slow tests
-# make test-all   every test
-# make recipe-cpu train by recipes/cpu_smollm2.yaml
-# make dist       wheel and source distribution in dist/
-# make docs       the documentation in site/, warnings as errors
-# make compatibility  docs/compatibility.md from the results of the last `make test` or `make test-all`
-# make lint       ruff and mypy
-# make pins       write requirements/cpu.txt anew from requirements/cpu.in
-# make clean      remove .venv, caches and what runs left behind
+# make demo          train a small real model with replay, then without, and compare (STEPS=20)
+# make test          everything but the slow tests
+# make test-all      every test
+# make recipe-cpu    train by recipes/cpu_smollm2.yaml
+# make dist          wheel and source distribution in dist/
+# make docs          the documentation in site/, warnings as errors
+# make compatibility docs/compatibility.md from the results of the last `make test` or `make test-all`
+# make lint          ruff and mypy
+# make pins          write requirements/cpu.txt anew from requirements/cpu.in
+# make clean         remove .venv, caches and what runs left behind
 #
-# Every target builds .venv first, when it is missing or the pins changed. PYTHON names the interpreter.
+# Every target builds .venv first (docs: .venv-docs), when it is missing or the pins changed. PYTHON names the
+# interpreter.
 PYTHON ?= python3.11
 STEPS ?= 20
 VENV := .venv
@@ -48,7 +49,7 @@ dist: venv
 
 docs: .venv-docs/pins.stamp
 	@echo "==> mkdocs build --strict"
-	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet --site-dir site
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --site-dir site
 
 .venv-docs/pins.stamp: requirements/docs.txt
 	@echo "==> Creating .venv-docs"

@@ -116,6 +116,9 @@ MATRICES = (
         ("",),
         {
             "stock GRPO, when nothing is truncated": ((f"{_TRAINER}test_stock_equality.py::*",),),
+            "RLOO": ((f"{_TRAINER}test_rloo.py::*",),),
+            "every score that a loss may take": ((f"{_TRAINER}test_scores.py::*",),),
+            "audit": (("tests/audit/test_causes.py::*", "tests/audit/test_page.py::*"),),
             "evaluation, checkpoints, completions": ((f"{_TRAINER}test_lifecycle.py::*",),),
             "LoRA, with adapter reference": ((f"{_TRAINER}test_replay.py::*LoRA*",),),
             "heads of the families of transformers": (("tests/scoring/test_head_from_model.py::*",),),

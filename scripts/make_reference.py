@@ -22,7 +22,8 @@ _SETTINGS = """# Settings
 
 `SupportReplayGRPOConfig` takes every setting of TRL's `GRPOConfig`, with its meaning, and those below. None of them has
 to be set: replay is on as soon as `top_k`, `top_p` or `min_p` truncates. Each is also an option of
-`trl-support-replay grpo`, and a key of its YAML files.
+`trl-support-replay grpo`, and a key of its YAML files. `SupportReplayRLOOConfig` adds the same settings to TRL's
+`RLOOConfig`.
 
 """
 _COMMAND = """

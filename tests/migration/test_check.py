@@ -57,6 +57,16 @@ def test_imports_keep_their_names_and_what_is_not_ours():
     )
 
 
+def test_rloo_is_read_as_well(write, capsys):
+    script = "from trl import RLOOConfig, RLOOTrainer\nargs = RLOOConfig('out', use_vllm=True, top_k=20)\n"
+    assert main(["check", str(write("rloo.py", script))]) == 0
+    text = capsys.readouterr().out
+    assert "top_k=20 would be replayed" in text and "SupportReplayRLOOTrainer as RLOOTrainer" in text
+    assert "no ratio of policy to sampler is taken" in text
+    assert main(["check", str(write("rloo.py", script.replace("top_k", "vllm_mode='server', top_k")))]) == 1
+    assert "refused: vllm_mode='server' cannot be replayed" in capsys.readouterr().out
+
+
 def test_yaml_and_command_lines_give_the_same_settings(write):
     yaml = write("grpo.yaml", "use_vllm: true\ntop_p: 0.9\ntop_k: 20\ngeneration_kwargs: '{\"seed\": 1}'\n")
     (from_yaml,) = read_settings(yaml)

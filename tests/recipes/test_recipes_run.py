@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.processes import environment
+from tests.trainer.conftest import tiny_model_path  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -59,3 +61,33 @@ def test_the_offline_recipe_trains_on_what_was_captured(smollm2_path, tmp_path):
     steps = metrics(output)
     assert len(steps) == 4  # one group of 8 a step
     assert steps[0]["support/logprob_gap_max"] <= 1e-4  # before the first step the weights are those that sampled
+
+
+LAUNCH = """
+compute_environment: LOCAL_MACHINE
+distributed_type: MULTI_GPU
+mixed_precision: "no"
+num_machines: 1
+num_processes: 4
+machine_rank: 0
+main_training_function: main
+use_cpu: true
+"""
+
+
+@pytest.mark.slow
+def test_a_recipe_starts_its_own_processes(tiny_model_path, tmp_path):  # noqa: F811
+    """The launch configuration that it names, with the number of processes that it says."""
+    launch, recipe, output = tmp_path / "launch.yaml", tmp_path / "recipe.yaml", tmp_path / "run"
+    launch.write_text(LAUNCH)
+    settings = yaml.safe_load((ROOT / "recipes" / "cpu_smollm2.yaml").read_text())
+    settings |= {"accelerate_config": str(launch), "num_processes": 2, "use_vllm": False, "max_steps": 2}
+    settings |= {"per_device_train_batch_size": 4, "save_traces": str(tmp_path / "traces"), "max_completion_length": 8}
+    for name in ("vllm_max_model_length", "vllm_engine_kwargs", "env"):
+        del settings[name]
+    recipe.write_text(yaml.safe_dump(settings | {"model_name_or_path": tiny_model_path, "output_dir": str(output)}))
+    command("grpo", "--config", recipe)
+    steps = metrics(output)
+    assert len(steps) == 2 and all(step["support/logprob_gap_max"] <= 1e-4 for step in steps)
+    processes = {path.stem.split("-")[3] for path in (tmp_path / "traces").glob("*.parquet")}
+    assert processes == {"00000", "00001"}

@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
 
     refused = False
     for number, found in enumerate(read_settings(args.file)):
-        verdict = judge(found.values)
+        verdict = judge(found.values, found.algorithm)
         refused |= bool(verdict.refused)
         print(("" if number == 0 else "\n") + f"{found.where}: {_summary(verdict)}")
         for error in verdict.refused:

@@ -1,4 +1,4 @@
-"""Finds GRPO settings in Python scripts, YAML files and command lines; nothing is run."""
+"""Finds GRPO and RLOO settings in Python scripts, YAML files and command lines; nothing is run."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from typing import Any
 
 import yaml
 
-_CONFIGS = ("GRPOConfig", "SupportReplayGRPOConfig")
-_IMPORTED = {*_CONFIGS, "GRPOTrainer"}
+# TRL's classes, and those that take their place.
+_OURS = {f"{name}{kind}": f"SupportReplay{name}{kind}" for name in ("GRPO", "RLOO") for kind in ("Config", "Trainer")}
+_CONFIGS = tuple(name for pair in _OURS.items() for name in pair if name.endswith("Config"))
 
 
 class SourceError(ValueError):
-    """A file that cannot be read, or holds no GRPO settings."""
+    """A file that cannot be read, or holds no such settings."""
 
 
 @dataclass(frozen=True)
@@ -29,23 +30,25 @@ class FoundSettings:
         where: file and line.
         values: those whose value is written down.
         unknown: name to source text of those that only a run would tell.
+        algorithm: "GRPO" or "RLOO".
         imports: lines that import TRL's classes, as `(line number, text)`.
     """
 
     where: str
     values: dict[str, Any]
     unknown: dict[str, str] = field(default_factory=dict)
+    algorithm: str = "GRPO"
     imports: tuple[tuple[int, str], ...] = ()
 
 
 def read_settings(path: Path) -> list[FoundSettings]:
-    """Every GRPO configuration in a file.
+    """Every GRPO or RLOO configuration in a file.
 
     Args:
         path: a Python script, a YAML file for `trl grpo --config`, or a shell script that calls `trl grpo`.
 
     Raises:
-        SourceError: another kind of file, one that does not parse, or one without GRPO settings.
+        SourceError: another kind of file, one that does not parse, or one without such settings.
     """
     try:
         text = path.read_text()
@@ -60,7 +63,7 @@ def read_settings(path: Path) -> list[FoundSettings]:
     else:
         raise SourceError(f"{path} is neither Python (.py), YAML (.yaml, .yml) nor a shell script (.sh).")
     if not found:
-        what = "makes no GRPOConfig" if path.suffix == ".py" else "calls no `trl grpo`"
+        what = "makes no GRPOConfig or RLOOConfig" if path.suffix == ".py" else "calls no `trl grpo`"
         raise SourceError(f"{path} {what}.")
     return found
 
@@ -73,9 +76,8 @@ def replaced_import(text: str) -> str:
     """
     (node,) = ast.parse(text).body
     assert isinstance(node, ast.ImportFrom)
-    ours = {"GRPOConfig": "SupportReplayGRPOConfig", "GRPOTrainer": "SupportReplayGRPOTrainer"}
-    parts = [f"{ours[name.name]} as {name.asname or name.name}" for name in node.names if name.name in ours]
-    rest = [ast.unparse(name) for name in node.names if name.name not in ours]
+    parts = [f"{_OURS[name.name]} as {name.asname or name.name}" for name in node.names if name.name in _OURS]
+    rest = [ast.unparse(name) for name in node.names if name.name not in _OURS]
     kept = [f"from {node.module} import {', '.join(rest)}"] if rest else []
     return "; ".join([*kept, f"from trl_support_replay import {', '.join(parts)}"])
 
@@ -141,7 +143,7 @@ def _from_python(text: str, name: str) -> list[FoundSettings]:
     aliases = {n: n for n in _CONFIGS}
     imports = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and any(part.name in _IMPORTED for part in node.names):
+        if isinstance(node, ast.ImportFrom) and any(part.name in _OURS for part in node.names):
             imports.append((node.lineno, ast.unparse(node)))
             aliases |= {part.asname: part.name for part in node.names if part.asname and part.name in _CONFIGS}
     names = _literal_names(tree)
@@ -149,7 +151,8 @@ def _from_python(text: str, name: str) -> list[FoundSettings]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and _called(node.func) in aliases:
             values, unknown = _keywords(node, names)
-            found.append(FoundSettings(f"{name}:{node.lineno}", values, unknown, tuple(imports)))
+            algorithm = "RLOO" if "RLOO" in aliases[_called(node.func)] else "GRPO"
+            found.append(FoundSettings(f"{name}:{node.lineno}", values, unknown, algorithm, tuple(imports)))
     return found
 
 

@@ -36,14 +36,12 @@ class Verdict:
         refused: every refusal, in the order in which they would be met.
         ignored: names that no GRPO configuration has; they may be TRL's script or model arguments.
         corrects: how TRL uses the ratio of policy to sampler today: "sequence", "token", or `None` when it takes none.
-        cap: where TRL cuts or drops ratios; `None` for nowhere.
     """
 
     sampling: SamplingSettings
     refused: tuple[UnreplayableSettingError, ...]
     ignored: tuple[str, ...]
     corrects: str | None
-    cap: float | None
 
     @property
     def replayed(self) -> bool:
@@ -51,15 +49,17 @@ class Verdict:
         return self.sampling.truncates and not self.refused
 
 
-def judge(values: Mapping[str, Any]) -> Verdict:
+def judge(values: Mapping[str, Any], algorithm: str = "GRPO") -> Verdict:
     """Check settings against the contract, without making a configuration of them.
 
     Args:
         values: setting names and values, as written.
+        algorithm: "GRPO" or "RLOO".
     """
-    from ..config import SupportReplayGRPOConfig
+    from ..config import SupportReplayGRPOConfig, SupportReplayRLOOConfig
 
-    fields = {f.name: f for f in dataclasses.fields(SupportReplayGRPOConfig)}
+    rloo = algorithm == "RLOO"
+    fields = {f.name: f for f in dataclasses.fields(SupportReplayRLOOConfig if rloo else SupportReplayGRPOConfig)}
     args = SimpleNamespace(**{name: _default(f) for name, f in fields.items()})
     for name, value in values.items():
         if name in fields:
@@ -71,14 +71,16 @@ def judge(values: Mapping[str, Any]) -> Verdict:
         except UnreplayableSettingError as error:
             refused.append(error)
             _make_harmless(args, error)
-    mode = args.vllm_importance_sampling_mode.split("_")[0]
-    corrected = args.use_vllm and args.vllm_importance_sampling_correction
+    if rloo and args.use_vllm and args.vllm_mode == "server" and sampling.truncates:
+        reason, remedy = "RLOO is replayed in the training processes only", "Set it to 'colocate', or use GRPO"
+        refused.append(UnreplayableSettingError("vllm_mode", "server", reason, remedy))
+    # RLOO takes no notice of the engine's log-probs.
+    corrected = not rloo and args.use_vllm and args.vllm_importance_sampling_correction
     return Verdict(
         sampling=sampling,
         refused=tuple(refused),
         ignored=tuple(name for name in values if name not in fields),
-        corrects=mode if corrected else None,
-        cap=args.vllm_importance_sampling_cap or args.vllm_importance_sampling_clip_max,
+        corrects=args.vllm_importance_sampling_mode.split("_")[0] if corrected else None,
     )
 
 
