@@ -32,6 +32,7 @@ def engine_builder(trainer: Any, args: Any) -> Callable[..., Any]:
             weight_sync=args.weight_sync,
             weight_sync_dir=args.weight_sync_dir,
             request_timeout=args.vllm_server_request_timeout,
+            compression=args.vllm_server_compression,
         )
     from .capture.vllm_engine import SupportVLLMGeneration, policy_dtype_name
 

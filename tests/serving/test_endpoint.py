@@ -206,6 +206,22 @@ def test_answers_are_compressed_only_when_asked_for(server):
     assert_foretold(decode_samples(plain.content, asked), asked)
 
 
+@pytest.mark.parametrize("compression", [False, True])
+def test_the_pool_asks_for_compression_as_it_is_told(server, pool_of, compression):
+    asked = request(n=40)
+    seen = []
+    pool = pool_of(server.url, compression=compression)
+    (transport,) = pool._transports
+
+    async def note(response):
+        seen.append(response.headers.get("content-encoding"))
+
+    transport._client.event_hooks["response"].append(note)
+    ((samples),) = pool.generate([asked])
+    assert_foretold(samples, asked)
+    assert seen == ["gzip" if compression else None]
+
+
 def test_the_server_describes_itself(server):
     info = orjson.loads(httpx.get(server.url + protocol.INFO, trust_env=False).content)
     assert info["version"] == protocol.VERSION and info["capture"] == "logprobs" and info["dtype"] == "float32"

@@ -57,8 +57,9 @@ def exchanges(draw):
     samples = []
     layers, k = draw(st.integers(1, 3)), draw(st.integers(1, 2))
     for _ in range(request.n):
-        rows = draw(st.lists(st.sets(ids, min_size=1, max_size=6).map(sorted), min_size=1, max_size=5))
-        tokens = [draw(st.sampled_from(row)) for row in rows]
+        rows = draw(st.lists(st.sets(ids, min_size=1, max_size=draw(st.integers(1, 6))), min_size=1, max_size=5))
+        tokens = [draw(st.sampled_from(sorted(row))) for row in rows]
+        rows = [[token, *sorted(row - {token})] for token, row in zip(tokens, rows, strict=True)]
         start = request.routes_start or 0
         routes = None
         if request.routes_start is not None:
@@ -144,7 +145,7 @@ ANSWER = [
     Sample(
         np.array([3, 4], np.int32),
         np.array([-0.5, -0.25], np.float32),
-        SupportRows.from_ragged([[3, 9], [1, 4]]),
+        SupportRows.from_ragged([[3, 9, 12], [4, 1]]),
         np.zeros((3, 2, 1), np.uint8),
         0,
         "stop",
@@ -165,6 +166,10 @@ def repacked(**changes):
     arrays = unpack(message["fields"])
     arrays = {name: value for name, value in {**arrays, **changes}.items() if value is not None}
     return orjson.dumps({**message, "fields": pack(arrays)})
+
+
+def ids(*values):
+    return np.array(values, np.int16 if min(values) < 0 else np.uint8)
 
 
 @pytest.mark.parametrize(
@@ -193,15 +198,15 @@ def repacked(**changes):
         (repacked(logprobs=np.array([0, 0, 0.5, 0], np.float32)), "not log-probabilities"),
         (repacked(logprobs=np.array([0, 0, -np.inf, 0], np.float32)), "not log-probabilities"),
         (repacked(support_ids=None), "no support_ids"),
-        (repacked(support_sizes=np.array([2, 2, 2], np.uint8)), "support_sizes has 3 entries for 4"),
-        (repacked(support_sizes=np.array([2, 2, 2, 1], np.uint8)), "support_sizes add up to 7"),
-        (repacked(support_sizes=np.array([4, 0, 2, 2], np.uint8)), r"sampled_places.1.=1 is no place in a row of 0"),
-        (repacked(support_ids=np.array([9, 3, 1, 4, 3, 9, 1, 4], np.uint8)), "do not ascend"),
-        (repacked(support_ids=np.array([3, 3, 1, 4, 3, 9, 1, 4], np.uint8)), "do not ascend"),
-        (repacked(support_ids=np.array([-3, 3, 1, 4, 3, 9, 1, 4], np.int16)), "do not ascend"),
-        (repacked(sampled_places=np.array([0, 2, 0, 1], np.uint8)), r"sampled_places.1.=2 is no place in a row of 2"),
-        (repacked(sampled_places=np.array([0, -1, 0, 1], np.int8)), r"sampled_places.1.=-1 is no place in a row of 2"),
-        (repacked(sampled_places=np.array([0, 1, 0], np.uint8)), "3 sampled_places came with 4 logprobs"),
+        (repacked(support_sizes=np.array([3, 2, 3], np.uint8)), "support_sizes has 3 entries for 4"),
+        (repacked(support_sizes=np.array([3, 2, 3, 1], np.uint8)), "support_sizes add up to 9"),
+        (repacked(support_sizes=np.array([5, 0, 3, 2], np.uint8)), r"support_sizes.1.=0; a row holds its sampled"),
+        (repacked(support_sizes=np.array([2, 2, 2, 2], np.uint8)), "4 times 2; sizes that are all alike travel once"),
+        (repacked(support_sizes=np.array([2], np.uint8)), "support_sizes add up to 8"),
+        (repacked(support_ids=ids(3, 12, 9, 4, 1, 3, 9, 12, 4, 1)), "do not ascend"),
+        (repacked(support_ids=ids(3, 9, 9, 4, 1, 3, 9, 12, 4, 1)), "do not ascend"),
+        (repacked(support_ids=ids(3, 3, 12, 4, 1, 3, 9, 12, 4, 1)), "holds its sampled token twice"),
+        (repacked(support_ids=ids(-3, 9, 12, 4, 1, 3, 9, 12, 4, 1)), "do not ascend"),
         (repacked(support_ids=np.array([[3, 9], [1, 4]] * 2, np.uint8)), r"support_ids is uint8 of shape \(4, 2\)"),
         (repacked(route_rows=np.array([3, 2], np.uint8)), "route_rows add up to 5, and routes has 6"),
         (repacked(route_rows=np.array([4, 2], np.uint8)), "Sample 0 has 4 rows of routes; 3 tokens entered"),

@@ -57,6 +57,7 @@ class SupportVLLMServerGeneration(CheckpointWeights):
         weight_sync: `"nccl"` (TRL's) or `"filesystem"`.
         weight_sync_dir: the folder shared with the servers, for `"filesystem"`.
         request_timeout: seconds that one request may take.
+        compression: ask for compressed answers.
 
     Attributes:
         pool: the servers. A custom rollout may ask them directly and return what it gets under `ROLLOUT_KEY`. Its
@@ -80,6 +81,7 @@ class SupportVLLMServerGeneration(CheckpointWeights):
         weight_sync: str = "nccl",
         weight_sync_dir: str | None = None,
         request_timeout: float = 1800.0,
+        compression: bool = False,
         **kwargs: Any,
     ):
         self._settings = settings
@@ -94,6 +96,7 @@ class SupportVLLMServerGeneration(CheckpointWeights):
         self._weight_sync = weight_sync
         self._weight_sync_dir = weight_sync_dir
         self._request_timeout = request_timeout
+        self._compression = compression
         self.loaded_step: int | None = None
         self._num_syncs = 0
         self.weights_version: str | None = None
@@ -109,6 +112,7 @@ class SupportVLLMServerGeneration(CheckpointWeights):
             api_key=os.environ.get("VLLM_API_KEY"),
             retry=Retry(give_up_after=self.server_timeout),
             request_timeout=self._request_timeout,
+            compression=self._compression,
             temperature=self.temperature,
         )
         self.engine_dtype: str | None = self._same("dtype")

@@ -1,10 +1,10 @@
 """What client and server say to each other: paths, requests, samples and errors, and their bytes.
 
 A message is one JSON object. Everything with an entry per token is a packed array (`traces.wire`); the rest are plain
-JSON values. A message has one spelling: what is accepted encodes to the bytes that came in. Rows of a support travel
-with ids in ascending order, which makes "no id twice" cheap to check, and a sampled token travels as its place in
-its row, so that a row without its token cannot be said. A header carries the SHA-256 of the message, so one that was
-cut short or altered on the way is recognised, whatever content coding it travelled in.
+JSON values. A message has one spelling: what is accepted encodes to the bytes that came in. A row of a support travels
+as its sampled token, so that a row without its token cannot be said, then the other ids in ascending order, which makes
+"no id twice" cheap to check. Sizes that are all alike, as with top-k alone, travel once. A header carries the SHA-256
+of the message, so one that was cut short or altered on the way is recognised, whatever its content coding.
 """
 
 from __future__ import annotations
@@ -174,10 +174,9 @@ def encode_samples(request_id: str, samples: Sequence[Sample]) -> bytes:
         packed["token_ids"] = smallest(token_ids)
     else:
         rows = SupportRows.concatenate([s.support for s in samples if s.support is not None])
-        ids, places = _ascending(rows, token_ids)
-        packed["support_sizes"] = smallest(rows.sizes)
-        packed["support_ids"] = smallest(ids)
-        packed["sampled_places"] = smallest(places)
+        alike = len(rows) > 1 and bool((rows.sizes == rows.sizes[0]).all())
+        packed["support_sizes"] = smallest(rows.sizes[:1] if alike else rows.sizes)
+        packed["support_ids"] = smallest(_sampled_first(rows, token_ids))
     if samples[0].routes is not None:
         parts = [s.routes for s in samples if s.routes is not None]
         packed["route_rows"] = smallest([len(part) for part in parts])
@@ -220,7 +219,7 @@ def decode_samples(body: bytes, request: GenerateRequest) -> list[Sample]:
         )
     shapes = {"lengths": ("iu", 1), "logprobs": ("f", 1)}
     if request.support:
-        shapes |= {"support_sizes": ("iu", 1), "support_ids": ("iu", 1), "sampled_places": ("iu", 1)}
+        shapes |= {"support_sizes": ("iu", 1), "support_ids": ("iu", 1)}
     else:
         shapes |= {"token_ids": ("iu", 1)}
     if request.routes_start is not None:
@@ -304,35 +303,39 @@ def decode_error(body: bytes) -> dict[str, Any]:
         return {"code": "", "message": body[:200].decode(errors="replace")}
 
 
-def _ascending(rows: SupportRows, token_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`[nnz]` ids of the `T` rows, ascending in each row, and `[T]` the place of each token's id in its row."""
+def _sampled_first(rows: SupportRows, token_ids: np.ndarray) -> np.ndarray:
+    """`[nnz]` ids of the `T` rows, in each row the token's first, the others ascending."""
     rows.validate(sampled_ids=token_ids)
-    row = np.arange(len(rows), dtype=np.int64) << 32
-    keys = np.sort(np.repeat(row, rows.sizes) | rows.token_ids)
-    return (keys & 0xFFFFFFFF).astype(np.int32), np.searchsorted(keys, row | token_ids) - rows.offsets[:-1]
+    row = np.repeat(np.arange(len(rows), dtype=np.int64), rows.sizes)
+    others = rows.token_ids != token_ids[row]
+    return (np.sort(row << 33 | others.astype(np.int64) << 32 | rows.token_ids) & 0xFFFFFFFF).astype(np.int32)
 
 
 def _support(fields: Mapping[str, np.ndarray], num_tokens: int) -> tuple[SupportRows, np.ndarray]:
     """The supports of `T` tokens, and `[T]` int32, the tokens."""
-    ends = _ends(fields, "support_sizes", "support_ids", num_tokens)
+    sizes = fields["support_sizes"]
+    if len(sizes) > 1 and (sizes == sizes[0]).all():
+        raise MessageError(f"support_sizes are {len(sizes)} times {sizes[0]}; sizes that are all alike travel once.")
+    if len(sizes) == 1 < num_tokens:
+        sizes = np.repeat(sizes, num_tokens)
+    ends = _ends({**fields, "support_sizes": sizes}, "support_sizes", "support_ids", num_tokens)
+    if (sizes < 1).any():
+        raise MessageError(f"support_sizes[{int(np.argmin(sizes))}]={sizes.min()}; a row holds its sampled token.")
     try:
         rows = SupportRows(fields["support_ids"], ends)
     except SupportError as error:
         raise MessageError(f"support_ids: {error}") from error
-    ids, places = rows.token_ids, fields["sampled_places"]
-    if len(places) != num_tokens:
-        raise MessageError(f"{len(places)} sampled_places came with {num_tokens} logprobs.")
-    outside = (places < 0) | (places >= fields["support_sizes"])
-    if outside.any():
-        row = int(np.argmax(outside))
-        size = int(fields["support_sizes"][row])
-        raise MessageError(f"sampled_places[{row}]={places[row]} is no place in a row of {size} ids.")
+    ids, starts = rows.token_ids, ends[:-1]
+    sampled = ids[starts]
     rises = ids[1:] > ids[:-1]
-    rises[ends[1:-1] - 1] = True  # from one row to the next
+    rises[starts[1:] - 1] = True  # from one row to the next
+    rises[starts[sizes > 1]] = True  # from the sampled token to the others
     if not rises.all() or ids.min(initial=0) < 0:
         place = int(np.argmin(rises))
         raise MessageError(f"support_ids: ids {ids[place : place + 2]} in one row do not ascend from 0.")
-    return rows, ids[ends[:-1] + places]
+    if np.count_nonzero(ids == np.repeat(sampled, sizes)) != num_tokens:
+        raise MessageError("support_ids: a row holds its sampled token twice.")
+    return rows, sampled
 
 
 def _ends(fields: Mapping[str, np.ndarray], sizes: str, values: str, count: int) -> np.ndarray:

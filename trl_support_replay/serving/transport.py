@@ -81,6 +81,7 @@ class Transport:
         retry: how long to try again.
         request_timeout: seconds without a byte after which an answer counts as lost. Generation sends nothing before
             it is done, so this bounds the generation of one prompt's samples.
+        compression: ask for gzip.
         max_response_bytes: bound on an answer, after decompression.
         max_connections: requests in flight at once.
     """
@@ -92,6 +93,7 @@ class Transport:
         api_key: str | None = None,
         retry: Retry = Retry(),  # noqa: B008 - frozen
         request_timeout: float = 1800.0,
+        compression: bool = False,
         max_response_bytes: int = 2**30,
         max_connections: int = 64,
     ):
@@ -101,7 +103,7 @@ class Transport:
         self.url = url.rstrip("/")
         self.retry = retry
         self._max_response_bytes = max_response_bytes
-        headers = {"Accept-Encoding": "gzip"}
+        headers = {"Accept-Encoding": "gzip" if compression else "identity"}
         if api_key:
             headers["Authorization"] = f"Bearer {api_key}"
         self._slots = asyncio.Semaphore(max_connections)
