@@ -200,8 +200,9 @@ class SGLangRollout:
 
         accelerator = trainer.accelerator
         if is_peft_model(accelerator.unwrap_model(trainer.model)):
-            raise NotImplementedError(
-                "SGLangRollout does not merge adapters. Sync the weights yourself: weights_dir=None."
+            raise ValueError(
+                f"weights_dir={str(self._weights_dir)!r} with a PEFT model: SGLangRollout does not merge adapters. Set "
+                "weights_dir=None and sync the weights yourself."
             )
         if self._weights is None:
             (run,) = broadcast_object_list([new_request_id()[:12]], from_process=0)
