@@ -150,3 +150,12 @@ def test_traces_take_what_the_formula_says(experts):
     one = RoutedExperts(chosen, num_experts=experts, layers=range(4))
     routes = batch.generation * one.experts.nbytes
     assert traces_item(moe, batch, True, True).bytes == support + routes
+
+
+@given(st.integers(2, 8))
+def test_tensor_parallel_ranks_hold_a_part_each(size):
+    def bytes_of(launch):
+        return [i.bytes for i in model_items(SHAPES, launch, precision(launch, "bfloat16", "no", "sgd"), True)]
+
+    parts, whole = bytes_of(Launch(size, "tensor parallel", tensor_parallel=size)), bytes_of(Launch())
+    assert parts == pytest.approx([value / size for value in whole])

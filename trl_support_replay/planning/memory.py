@@ -15,6 +15,8 @@ parameter, and e of an activation:
     traces       4 K + 17 bytes a token of a generation batch on the host (ids, offset, log-prob, loss mask),
                  and L_moe k bytes (2 L_moe k above 256 experts) for its routes
 
+Tensor parallelism over t processes divides the first four by t where they are not divided by n already.
+
 The bytes follow from how precision is mixed: DeepSpeed keeps 2-byte weights and gradients and 12 bytes of master
 weights and Adam moments; elsewhere weights, gradients and Adam's two moments have the type the weights were loaded in,
 float32 with FSDP under mixed precision, and autocast holds 2-byte copies of float32 weights.
@@ -145,7 +147,7 @@ def model_items(shapes: ModelShapes, launch: Launch, bytes_of: Precision, refere
     n = launch.processes
     frozen = 0 if shapes.trainable == shapes.parameters else shapes.parameters  # an adapter comes beside the model
     whole = shapes.trainable * bytes_of.weight + frozen * bytes_of.frozen
-    weights = whole / (n if launch.shards_weights or launch.tensor_parallel == n > 1 else 1)
+    weights = whole / (n if launch.shards_weights else launch.tensor_parallel)
     gradients = shapes.trainable * bytes_of.gradient / (n if launch.shards_gradients else launch.tensor_parallel)
     optimizer = shapes.trainable * bytes_of.optimizer / (n if launch.shards_optimizer else launch.tensor_parallel)
     copies = shapes.parameters * bytes_of.autocast_copy / launch.tensor_parallel
