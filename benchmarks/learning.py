@@ -10,8 +10,8 @@ The same model, prompts, seeds and settings (`SETTINGS`) for three variants; onl
 - `uncorrected`: the same with vllm_importance_sampling_correction=False.
 
 `train` makes one run after the other, seed by seed, with one engine for all, and keeps each as a file when it is whole;
-started again, it goes on with what is missing. The task: talk about a subject in a few sentences, with a reward for
-plain words, which every completion of any length has some of.
+started again, it goes on with what is missing. The task: describe a subject in two sentences, with a reward for plain
+words, which every completion of any length has some of.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SETTINGS: dict[str, Any] = {
     "temperature": 1.0,
     "top_k": 20,
     "top_p": 0.9,
-    "max_completion_length": 48,
+    "max_completion_length": 80,
     "per_device_train_batch_size": 8,
     "num_generations": 8,
     "learning_rate": 1e-4,
@@ -87,10 +87,9 @@ SEQUENCE_FIELDS = ("variant", "seed", "step", "tokens", "log_ratio", "reward")
 
 
 def subjects() -> Dataset:
-    prompts = [
-        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"Tell me about {subject}."}]
-        for subject in SUBJECTS
-    ]
+    system = {"role": "system", "content": "You write plainly."}
+    asked = [{"role": "user", "content": f"Describe {subject} in two sentences."} for subject in SUBJECTS]
+    prompts = [[system, message] for message in asked]
     return Dataset.from_dict({"prompt": prompts * 16})
 
 
@@ -194,6 +193,8 @@ def train(variant: str, seed: int, model: str, steps: int, output: Path) -> tupl
     with engine:
         trainer = watched(base)(model, plain_words, args, train_dataset=subjects(), callbacks=[rows])
     rows.trainer = trainer
+    # The engine draws from this process's generator: with the same seed, all variants start with the same completions.
+    transformers.set_seed(seed)
     trainer.train()
     return rows.steps, rows.sequences
 
@@ -326,6 +327,7 @@ def plot(steps: list[dict[str, Any]], sequences: list[dict[str, Any]]) -> None:
             axis.plot(at, [statistics.fmean(v) for v in values], color=colour, label=label)
             axis.fill_between(at, [min(v) for v in values], [max(v) for v in values], color=colour, alpha=0.15, lw=0)
         axis.set_title(title, fontsize=10)
+        axis.set_yscale("log" if name == "ratio_mean" else "linear")
         axis.set_xlabel("optimizer step")
         axis.xaxis.get_major_locator().set_params(integer=True)
     axes[0].legend(frameon=False, fontsize=8)
