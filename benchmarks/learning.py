@@ -11,7 +11,7 @@ The same model, prompts, seeds and settings (`SETTINGS`) for three variants; onl
 
 `train` makes one run after the other, seed by seed, with one engine for all, and keeps each as a file when it is whole;
 started again, it goes on with what is missing. The task: describe a subject in two sentences, with a reward for plain
-words, which every completion of any length has some of.
+words, which every completion has some of. Short completions earn less, or the best answer would be a single word.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import csv
 import gc
+import math
 import os
 import platform
 import statistics
@@ -71,6 +72,7 @@ SUBJECTS = [
     *("the sea", "a rainy day", "bread", "a fox in the snow", "the moon", "an old house", "a train ride", "winter"),
     *("a garden", "the desert", "a lost key", "the night sky", "a small town", "music", "a river", "the first snow"),
 ]
+FEWEST_WORDS = 30
 STEP_FIELDS = (
     "variant",
     "seed",
@@ -94,11 +96,12 @@ def subjects() -> Dataset:
 
 
 def plain_words(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
-    """Share of words of at most four letters; 0 for a completion without words."""
+    """Words of at most four letters, as a share of all words or of `FEWEST_WORDS`, whichever is more."""
     rewards = []
     for completion in completions:
         words = completion[0]["content"].split()
-        rewards.append(sum(len(word.strip(".,;:!?\"'()")) <= 4 for word in words) / max(len(words), 1))
+        plain = sum(len(word.strip(".,;:!?\"'()")) <= 4 for word in words)
+        rewards.append(plain / max(len(words), FEWEST_WORDS))
     return rewards
 
 
@@ -286,6 +289,20 @@ def by_seed(rows: list[dict[str, Any]], name: str) -> list[float]:
     return [statistics.fmean(row[name] for row in rows if row["seed"] == seed) for seed in seeds]
 
 
+def effective(sequences: list[dict[str, Any]], variant: str) -> float:
+    """Sequences of a batch that count, (sum w)^2 / sum w^2 of their ratios; mean over batches."""
+    batches: dict[tuple, list[float]] = {}
+    for row in of(sequences, variant):
+        batches.setdefault((row["seed"], row["step"]), []).append(math.exp(row["log_ratio"]))
+    return statistics.fmean(sum(w) ** 2 / sum(x * x for x in w) for w in batches.values())
+
+
+def with_length(sequences: list[dict[str, Any]], variant: str) -> float:
+    """Correlation of a sequence's log ratio with its length."""
+    rows = of(sequences, variant)
+    return statistics.correlation([row["tokens"] for row in rows], [row["log_ratio"] for row in rows])
+
+
 def print_summary(steps: list[dict[str, Any]], sequences: list[dict[str, Any]]) -> None:
     """Mean over steps, then mean ± standard deviation over seeds; Markdown."""
     quarter = max(1, int(max(row["step"] for row in steps)) // 4)
@@ -297,6 +314,8 @@ def print_summary(steps: list[dict[str, Any]], sequences: list[dict[str, Any]]) 
         ("length, last steps", lambda v: spread(by_seed(of(steps, v, -quarter), "length"))),
         ("ratio", lambda v: spread(by_seed(of(steps, v), "ratio_mean"))),
         ("median log ratio", lambda v: f"{statistics.median(row['log_ratio'] for row in of(sequences, v)):.2f}"),
+        ("sequences that count", lambda v: f"{effective(sequences, v):.2f}"),
+        ("log ratio with length", lambda v: f"{with_length(sequences, v):.2f}"),
         ("gradient norm", lambda v: f"{statistics.median(row['grad_norm'] for row in of(steps, v)):.2g}"),
     ]
     print("| variant | seeds | " + " | ".join(name for name, _ in columns) + " |")
