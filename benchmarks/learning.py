@@ -10,8 +10,8 @@ The same model, prompts, seeds and settings (`SETTINGS`) for three variants; onl
 - `uncorrected`: the same with vllm_importance_sampling_correction=False.
 
 `train` makes one run after the other, seed by seed, with one engine for all, and keeps each as a file when it is whole;
-started again, it goes on with what is missing. The task: talk about a subject in a few sentences, with a reward for
-plain words, which every completion of any length has some of.
+started again, it goes on with what is missing. The task: describe a subject in two sentences, with a reward for plain
+words, which every completion has some of. Short completions earn less, or the best answer would be a single word.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import csv
 import gc
+import math
 import os
 import platform
 import statistics
@@ -51,7 +52,7 @@ SETTINGS: dict[str, Any] = {
     "temperature": 1.0,
     "top_k": 20,
     "top_p": 0.9,
-    "max_completion_length": 48,
+    "max_completion_length": 80,
     "per_device_train_batch_size": 8,
     "num_generations": 8,
     "learning_rate": 1e-4,
@@ -71,6 +72,7 @@ SUBJECTS = [
     *("the sea", "a rainy day", "bread", "a fox in the snow", "the moon", "an old house", "a train ride", "winter"),
     *("a garden", "the desert", "a lost key", "the night sky", "a small town", "music", "a river", "the first snow"),
 ]
+FEWEST_WORDS = 30
 STEP_FIELDS = (
     "variant",
     "seed",
@@ -87,19 +89,19 @@ SEQUENCE_FIELDS = ("variant", "seed", "step", "tokens", "log_ratio", "reward")
 
 
 def subjects() -> Dataset:
-    prompts = [
-        [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"Tell me about {subject}."}]
-        for subject in SUBJECTS
-    ]
+    system = {"role": "system", "content": "You write plainly."}
+    asked = [{"role": "user", "content": f"Describe {subject} in two sentences."} for subject in SUBJECTS]
+    prompts = [[system, message] for message in asked]
     return Dataset.from_dict({"prompt": prompts * 16})
 
 
 def plain_words(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
-    """Share of words of at most four letters; 0 for a completion without words."""
+    """Words of at most four letters, as a share of all words or of `FEWEST_WORDS`, whichever is more."""
     rewards = []
     for completion in completions:
         words = completion[0]["content"].split()
-        rewards.append(sum(len(word.strip(".,;:!?\"'()")) <= 4 for word in words) / max(len(words), 1))
+        plain = sum(len(word.strip(".,;:!?\"'()")) <= 4 for word in words)
+        rewards.append(plain / max(len(words), FEWEST_WORDS))
     return rewards
 
 
@@ -194,6 +196,8 @@ def train(variant: str, seed: int, model: str, steps: int, output: Path) -> tupl
     with engine:
         trainer = watched(base)(model, plain_words, args, train_dataset=subjects(), callbacks=[rows])
     rows.trainer = trainer
+    # The engine draws from this process's generator: with the same seed, all variants start with the same completions.
+    transformers.set_seed(seed)
     trainer.train()
     return rows.steps, rows.sequences
 
@@ -285,6 +289,20 @@ def by_seed(rows: list[dict[str, Any]], name: str) -> list[float]:
     return [statistics.fmean(row[name] for row in rows if row["seed"] == seed) for seed in seeds]
 
 
+def effective(sequences: list[dict[str, Any]], variant: str) -> float:
+    """Sequences of a batch that count, (sum w)^2 / sum w^2 of their ratios; mean over batches."""
+    batches: dict[tuple, list[float]] = {}
+    for row in of(sequences, variant):
+        batches.setdefault((row["seed"], row["step"]), []).append(math.exp(row["log_ratio"]))
+    return statistics.fmean(sum(w) ** 2 / sum(x * x for x in w) for w in batches.values())
+
+
+def with_length(sequences: list[dict[str, Any]], variant: str) -> float:
+    """Correlation of a sequence's log ratio with its length."""
+    rows = of(sequences, variant)
+    return statistics.correlation([row["tokens"] for row in rows], [row["log_ratio"] for row in rows])
+
+
 def print_summary(steps: list[dict[str, Any]], sequences: list[dict[str, Any]]) -> None:
     """Mean over steps, then mean ± standard deviation over seeds; Markdown."""
     quarter = max(1, int(max(row["step"] for row in steps)) // 4)
@@ -296,6 +314,8 @@ def print_summary(steps: list[dict[str, Any]], sequences: list[dict[str, Any]]) 
         ("length, last steps", lambda v: spread(by_seed(of(steps, v, -quarter), "length"))),
         ("ratio", lambda v: spread(by_seed(of(steps, v), "ratio_mean"))),
         ("median log ratio", lambda v: f"{statistics.median(row['log_ratio'] for row in of(sequences, v)):.2f}"),
+        ("sequences that count", lambda v: f"{effective(sequences, v):.2f}"),
+        ("log ratio with length", lambda v: f"{with_length(sequences, v):.2f}"),
         ("gradient norm", lambda v: f"{statistics.median(row['grad_norm'] for row in of(steps, v)):.2g}"),
     ]
     print("| variant | seeds | " + " | ".join(name for name, _ in columns) + " |")
@@ -326,6 +346,7 @@ def plot(steps: list[dict[str, Any]], sequences: list[dict[str, Any]]) -> None:
             axis.plot(at, [statistics.fmean(v) for v in values], color=colour, label=label)
             axis.fill_between(at, [min(v) for v in values], [max(v) for v in values], color=colour, alpha=0.15, lw=0)
         axis.set_title(title, fontsize=10)
+        axis.set_yscale("log" if name == "ratio_mean" else "linear")
         axis.set_xlabel("optimizer step")
         axis.xaxis.get_major_locator().set_params(integer=True)
     axes[0].legend(frameon=False, fontsize=8)
