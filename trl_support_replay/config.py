@@ -61,10 +61,11 @@ class ReplayConfig(_TRLConfig):
     replay_tolerance: float | None = field(
         default=None,
         metadata={
-            "help": "Largest accepted gap between replayed and recorded log-probs, in nats. Default: when policy and "
-            "engine both compute in float32, 1e-4 for the largest gap over tokens. In half precision the largest gap "
-            "is dominated by rounding, so there the mean gap is compared, with 0.12: three times the 0.04 measured "
-            "between a bfloat16 engine and a float32 model without any truncation."
+            "help": "Accepted gap between replayed and recorded log-probs, in nats. When policy and engine both "
+            "compute in float32 it is that of the largest gap over tokens, 1e-3 by default, and the mean gap may be a "
+            "twentieth of it. In half precision the largest gap is dominated by rounding, so there only the mean gap "
+            "is compared, with 0.12 by default: three times the 0.04 measured between a bfloat16 engine and a float32 "
+            "model without any truncation."
         },
     )
     entropy_scope: str = field(

@@ -367,8 +367,8 @@ class ReplayTrainer(PublishesTraces, _TRLTrainer):
         )
         message = (
             f"Replayed and recorded log-probs differ by {statistics.max:.3g} at most and {statistics.mean:.3g} on "
-            f"average over {statistics.num_tokens} tokens at step {self.state.global_step}; the "
-            f"{self._tolerance.statistic} may be {self._tolerance.value:g} (replay_tolerance). {cause}"
+            f"average over {statistics.num_tokens} tokens at step {self.state.global_step}; {self._tolerance} is "
+            f"accepted (replay_tolerance). {cause}"
         )
         if self.args.replay_check == "raise":
             raise ReplayGapError(message)

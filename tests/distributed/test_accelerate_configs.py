@@ -32,12 +32,11 @@ def test_it_trains(name, tmp_path):
     """On two processes of a CPU, in float32; all else as it stands. (Accelerate has no FSDP2 on a CPU.)"""
     config = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
     config |= {"num_processes": 2, "mixed_precision": "no", "use_cpu": True}
-    if config["distributed_type"] == "MULTI_GPU":
-        config["distributed_type"] = "MULTI_CPU"
     path = tmp_path / "accelerate.yaml"
     path.write_text(yaml.safe_dump(config))
     model = save_model(tmp_path / "model", tied=False)
     settings = {"samples": True, "per_device_train_batch_size": 4}
     got = launch(["accelerate.commands.launch", "--config_file", str(path)], model, tmp_path / "run", settings)
+    assert got["processes"] == 2
     for log in got["log"][:3]:
         assert log["support/logprob_gap_max"] <= 1e-4 and log["sampling/outside_10pct"] == 0

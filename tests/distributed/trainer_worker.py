@@ -107,7 +107,8 @@ def main() -> None:
     state = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
     if trainer.accelerator.is_main_process:
         state = {name: value.float().cpu().clone() for name, value in state.items()}
-        torch.save({"state": state, "log": trainer.state.log_history}, output / "result.pt")
+        result = {"state": state, "log": trainer.state.log_history, "processes": trainer.accelerator.num_processes}
+        torch.save(result, output / "result.pt")
 
 
 if __name__ == "__main__":
