@@ -234,27 +234,23 @@ def read(paths: list[Path]) -> list[dict[str, Any]]:
     for path in paths:
         with open(path, newline="") as file:
             for row in csv.DictReader(file):
-                rows.append({k: v if k == "variant" else float(v) for k, v in row.items()})
+                whole = {k: int(row[k]) for k in ("seed", "step", "tokens") if k in row}
+                rows.append({k: v if k == "variant" else float(v) for k, v in row.items()} | whole)
     return rows
 
 
 def report(args: argparse.Namespace) -> None:
-    """Gather the whole runs of the variants' common seeds and as many steps; tables, data and picture."""
+    """Gather the whole runs of the seeds that every variant has; a table, data and a picture."""
     folder, machine = Path(args.output), machine_columns()
-    for kind, fields in (("steps", STEP_FIELDS), ("sequences", SEQUENCE_FIELDS)):
-        found = sorted(folder.glob(f"{kind}-*-{args.steps}.csv"))
-        name = "learning.csv" if kind == "steps" else "learning_sequences.csv"
-        with open(HERE / "data" / name, "w", newline="") as file:
-            extra = tuple(machine) if kind == "steps" else ()
-            writer = csv.DictWriter(file, (*fields, *extra), lineterminator="\n")
-            writer.writeheader()
-            for path in found:
-                with open(path, newline="") as run:
-                    writer.writerows(row | (machine if extra else {}) for row in csv.DictReader(run))
-    steps = read(sorted(folder.glob(f"steps-*-{args.steps}.csv")))
-    sequences = read(sorted(folder.glob(f"sequences-*-{args.steps}.csv")))
-    print_summary(steps, sequences)
-    plot(steps, sequences)
+    seeds = [s for s in args.seeds if all((folder / f"steps-{v}-{s}-{args.steps}.csv").exists() for v in VARIANTS)]
+    gathered = {}
+    for kind, name in (("steps", "learning.csv"), ("sequences", "learning_sequences.csv")):
+        rows = gathered[kind] = read([folder / f"{kind}-{v}-{s}-{args.steps}.csv" for s in seeds for v in VARIANTS])
+        extra = machine if kind == "steps" else {}
+        fields = STEP_FIELDS if kind == "steps" else SEQUENCE_FIELDS
+        write(HERE / "data" / name, (*fields, *extra), [row | extra for row in rows])
+    print_summary(gathered["steps"], gathered["sequences"])
+    plot(gathered["steps"], gathered["sequences"])
 
 
 def machine_columns() -> dict[str, Any]:
@@ -279,7 +275,9 @@ def of(rows: list[dict[str, Any]], variant: str, last: int | None = None) -> lis
 
 
 def spread(values: list[float]) -> str:
-    """Mean and standard deviation over seeds."""
+    """Mean and standard deviation over seeds; a dash for what was not scored."""
+    if any(value != value for value in values):
+        return "–"
     deviation = statistics.stdev(values) if len(values) > 1 else float("nan")
     return f"{statistics.fmean(values):.3f} ± {deviation:.3f}"
 
@@ -300,7 +298,14 @@ def effective(sequences: list[dict[str, Any]], variant: str) -> float:
 def with_length(sequences: list[dict[str, Any]], variant: str) -> float:
     """Correlation of a sequence's log ratio with its length."""
     rows = of(sequences, variant)
-    return statistics.correlation([row["tokens"] for row in rows], [row["log_ratio"] for row in rows])
+    ratios = [row["log_ratio"] for row in rows]
+    if any(ratio != ratio for ratio in ratios):
+        return math.nan
+    return statistics.correlation([row["tokens"] for row in rows], ratios)
+
+
+def figure(value: float) -> str:
+    return "–" if value != value else f"{value:.2f}"
 
 
 def print_summary(steps: list[dict[str, Any]], sequences: list[dict[str, Any]]) -> None:
@@ -313,9 +318,9 @@ def print_summary(steps: list[dict[str, Any]], sequences: list[dict[str, Any]]) 
         ("entropy, last steps", lambda v: spread(by_seed(of(steps, v, -quarter), "entropy"))),
         ("length, last steps", lambda v: spread(by_seed(of(steps, v, -quarter), "length"))),
         ("ratio", lambda v: spread(by_seed(of(steps, v), "ratio_mean"))),
-        ("median log ratio", lambda v: f"{statistics.median(row['log_ratio'] for row in of(sequences, v)):.2f}"),
-        ("sequences that count", lambda v: f"{effective(sequences, v):.2f}"),
-        ("log ratio with length", lambda v: f"{with_length(sequences, v):.2f}"),
+        ("median log ratio", lambda v: figure(statistics.median(row["log_ratio"] for row in of(sequences, v)))),
+        ("sequences that count", lambda v: figure(effective(sequences, v))),
+        ("log ratio with length", lambda v: figure(with_length(sequences, v))),
         ("gradient norm", lambda v: f"{statistics.median(row['grad_norm'] for row in of(steps, v)):.2g}"),
     ]
     print("| variant | seeds | " + " | ".join(name for name, _ in columns) + " |")
