@@ -29,6 +29,35 @@ def test_any_truncation_switches_replay_on(tmp_path, truncation):
     assert check_contract(config(tmp_path, **truncation)).truncates
 
 
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"top_p": 95},
+        {"top_p": 1.5},
+        {"top_p": float("nan")},
+        {"top_p": "0.9"},
+        {"top_k": -5},
+        {"top_k": 2.5},
+        {"top_k": "5"},
+        {"top_k": True},
+        {"min_p": -0.1},
+        {"min_p": 2},
+        {"temperature": float("inf")},
+        {"temperature": None},
+    ],
+)
+def test_what_is_no_value_of_its_setting_does_not_switch_replay_off(tmp_path, kwargs):
+    ((name, value),) = kwargs.items()
+    with pytest.raises(UnreplayableSettingError, match=f"^{name}=.*not a value of this setting. Choose") as refused:
+        config(tmp_path, **kwargs)
+    assert refused.value.setting == name and refused.value.value is value
+
+
+def test_generation_kwargs_of_another_kind_are_refused(tmp_path):
+    with pytest.raises(UnreplayableSettingError, match="generation_kwargs="):
+        config(tmp_path, generation_kwargs=[1])
+
+
 def test_nothing_is_refused_while_nothing_is_truncated(tmp_path):
     args = config(tmp_path, temperature=0.0, repetition_penalty=1.3, generation_kwargs={"num_beams": 4})
     assert not check_contract(args).truncates

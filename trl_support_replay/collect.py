@@ -145,7 +145,8 @@ def _check_synthetic_eos(
         raise SupportError(
             f"{where}: {len(unsupported)} of {len(token_ids)} loss-bearing tokens have no recorded support (first at "
             f"token {unsupported[0]}, id {token_ids[unsupported[0]]}). Only one end-of-sequence token at the very end "
-            "may be without. Tokens that the policy did not sample belong in the mask as 0."
+            "may be without. If they were sampled, their supports were lost on the way: a rollout must hand on the "
+            "log-probs that it was given, not plain floats made of them. If not, they belong in the mask as 0."
         )
     if synthetic_eos == "error":
         raise SupportError(

@@ -7,7 +7,8 @@ tokens, a second temperature, search instead of sampling) is refused here, befor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,7 +138,11 @@ def sampling_settings(args: Any, generation_config: Any | None = None) -> Sampli
         The settings that a request will really carry.
     """
     given = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k, "min_p": args.min_p}
-    given.update({k: v for k, v in (args.generation_kwargs or {}).items() if k in {*given, *_TRANSFORMERS_TRUNCATION}})
+    kwargs = args.generation_kwargs or {}
+    if not isinstance(kwargs, Mapping):
+        raise UnreplayableSettingError("generation_kwargs", kwargs, "it is not a dictionary", "Give names and values")
+    given.update({k: v for k, v in kwargs.items() if k in {*given, *_TRANSFORMERS_TRUNCATION}})
+    _check_numbers(given)
     other: list[str] = []
     if not args.use_vllm:
         for name, off in _TRANSFORMERS_TRUNCATION.items():
@@ -153,6 +158,23 @@ def sampling_settings(args: Any, generation_config: Any | None = None) -> Sampli
         min_p=float(given["min_p"] or 0.0),
         other=tuple(other),
     )
+
+
+def _check_numbers(given: Mapping[str, Any]) -> None:
+    """Refuse what is no value of its setting. Left alone, it would switch truncation off, and replay with it."""
+    rules: dict[str, tuple[Callable[[Any], bool], str]] = {
+        "temperature": (lambda x: 0 <= x < math.inf, "Choose a number above 0"),
+        "top_p": (lambda x: 0 < x <= 1, "Choose it in (0, 1], for example 0.95; 1 turns it off"),
+        "top_k": (lambda x: x >= -1 and x == int(x), "Choose a whole number of candidates; 0 turns it off"),
+        "min_p": (lambda x: 0 <= x < 1, "Choose it in [0, 1); 0 turns it off"),
+    }
+    for name, (holds, remedy) in rules.items():
+        value = given[name]
+        if value is None and name != "temperature":
+            continue
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not (number and holds(value)):
+            raise UnreplayableSettingError(name, value, "it is not a value of this setting", remedy)
 
 
 def check_contract(args: Any, generation_config: Any | None = None) -> SamplingSettings:
@@ -202,10 +224,6 @@ def _check_sampling(args: Any, settings: SamplingSettings) -> None:
             "every support would hold only the sampled token, so every log-prob is 0 and nothing can be learned",
             "Set top_k to 2 or more (20 is usual), or 0 to turn it off",
         )
-    if not 0.0 < settings.top_p <= 1.0:
-        raise UnreplayableSettingError("top_p", settings.top_p, "it is not a probability mass", "Choose it in (0, 1]")
-    if not 0.0 <= settings.min_p < 1.0:
-        raise UnreplayableSettingError("min_p", settings.min_p, "it is not a probability", "Choose it in [0, 1)")
     if args.repetition_penalty != 1.0:
         raise UnreplayableSettingError("repetition_penalty", args.repetition_penalty, _SHIFTS, "Set it to 1.0")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +15,7 @@ from .traces.columns import Trace, traces_to_table
 from .traces.shards import ShardFolder
 
 _NOT_SAVED = {"image", "images"}
+_RECORD = "run.json"
 
 
 class TraceSaver(TrainerCallback):
@@ -32,7 +35,33 @@ class TraceSaver(TrainerCallback):
         self._batch_of_step = (-1, 0)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._claim(args)
         self._folder.discard_from(state.global_step, self._trainer.accelerator.process_index)
+
+    def _claim(self, args: Any) -> None:
+        """Only the run that made the shards of a folder may replace them: one with the same output_dir and sampling.
+
+        Raises:
+            ValueError: the folder holds other traces.
+        """
+        record = self._folder.path / _RECORD
+        run = {
+            "output_dir": os.path.abspath(args.output_dir),
+            "sampling": str(self._trainer.sampling_settings),
+            "trains_on_saved_traces": self._trainer._sampled_elsewhere,
+        }
+        if self._folder.shards():
+            made_by = json.loads(record.read_text()) if record.exists() else None
+            if made_by != run:
+                raise ValueError(
+                    f"save_traces={args.save_traces!r} holds {len(self._folder.shards())} shards that this run did not "
+                    f"make, and would replace. It is {run}; they are of {made_by or 'something else'}. Set save_traces "
+                    "to another folder."
+                )
+        elif self._trainer.accelerator.is_main_process:
+            partial = record.with_suffix(".partial")
+            partial.write_text(json.dumps(run))
+            os.replace(partial, record)
 
     def save(self, traces: Sequence[Trace], inputs: Sequence[Mapping[str, Any]], rewards: Sequence[float]) -> None:
         """Write one generation batch.

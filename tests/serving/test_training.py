@@ -43,6 +43,12 @@ def steps(trainer):
     return [entry for entry in trainer.state.log_history if "support/logprob_gap_max" in entry]
 
 
+def test_nccl_on_a_cpu_is_refused_at_once(build, tiny_moe_path):
+    settings = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "http://127.0.0.1:9", "top_k": 8}
+    with pytest.raises(ValueError, match="weight_sync='nccl' on a CPU.* Set weight_sync='filesystem'"):
+        build(str(tiny_moe_path), **settings)
+
+
 def test_training_follows_the_servers_weights(build, moe_server, tiny_moe_path):
     settings = server_settings(moe_server)
     trainer = build(tiny_moe_path, max_steps=3, top_k=20, top_p=0.9, temperature=0.8, **settings)

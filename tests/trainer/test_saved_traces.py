@@ -72,6 +72,21 @@ def test_resuming_replaces_what_it_makes_anew(build, tiny_model_path, tmp_path):
     assert not list(folder.glob(".*"))
 
 
+@pytest.mark.parametrize("change", [{"output_dir": "other"}, {"top_p": 0.8}, {"offline": True}])
+def test_traces_of_another_run_are_not_replaced(build, tiny_model_path, tmp_path, saved, change):
+    kept = {p: p.read_bytes() for p in ShardFolder(saved).shards()}
+    offline = {"train_dataset": load(saved), "reward_funcs": None} if change.pop("offline", False) else {}
+    settings = HF | {"save_traces": str(saved), "output_dir": str(tmp_path / "first")} | change
+    with pytest.raises(ValueError, match="holds 3 shards that this run did not make.* Set save_traces to another"):
+        build(tiny_model_path, **settings, **offline).train()
+    assert {p: p.read_bytes() for p in ShardFolder(saved).shards()} == kept
+
+
+def test_the_same_run_started_again_makes_its_traces_anew(build, tiny_model_path, tmp_path, saved):
+    build(tiny_model_path, **HF, save_traces=str(saved), output_dir=str(tmp_path / "first"), max_steps=1).train()
+    assert len(ShardFolder(saved).shards()) == 1
+
+
 def test_an_unwritable_folder_is_refused_at_construction(build, tiny_model_path, tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("")

@@ -212,8 +212,9 @@ def _other_steps(evidence: Evidence) -> Finding | None:
         return None
     others = ~np.isin(evidence.steps, fitting)
     sentence = (
-        f"Stale weights: the model fits the traces of {len(fitting)} of {len(fits)} steps (first: {fitting[0]}), and "
-        f"the rest, {rest[others].mean():.2g} nats away on average, were sampled with other weights."
+        f"Stale weights, or training: the model fits the traces of {len(fitting)} of {len(fits)} steps "
+        f"(first: {fitting[0]}), and the rest, {rest[others].mean():.2g} nats away on average, were sampled with other "
+        "weights. So it is with traces saved while training, whose steps have weights of their own."
     )
     return Finding("staleness", float(rest.mean()), float(rest[~others].mean()), sentence)
 

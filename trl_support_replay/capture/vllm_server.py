@@ -105,6 +105,11 @@ class SupportVLLMServerGeneration(CheckpointWeights):
     def _init_vllm(self) -> None:
         urls = self._urls()
         if self._weight_sync == "nccl":
+            if self.accelerator.device.type == "cpu":
+                raise ValueError(
+                    "weight_sync='nccl' on a CPU: NCCL connects GPUs. Set weight_sync='filesystem' and "
+                    "weight_sync_dir, and start the servers with --weights-dir."
+                )
             super()._init_vllm()
         self.pool = ServerPool(
             urls,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -57,9 +58,11 @@ def read_shapes(model: str, revision: str | None, trust_remote_code: bool, peft_
     try:
         config = AutoConfig.from_pretrained(model, revision=revision or "main", trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
+        absent = "" if Path(model).exists() else " It is no folder here (the one of the CPU recipe: make recipe-cpu)."
         raise CommandError(
             f"The configuration of {model} cannot be read, so its memory cannot be estimated: "
-            f"{str(error).splitlines()[0]} Name a folder that holds its config.json, or go online (HF_HUB_OFFLINE=0)."
+            f"{str(error).splitlines()[0]}{absent} Name a folder that holds its config.json, or go online "
+            "(HF_HUB_OFFLINE=0)."
         ) from error
     with torch.device("meta"):
         built: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
