@@ -52,7 +52,7 @@ def main() -> None:
         for parts in ("plain", "all"):
             check(dtype, width, parts)
     # Pairs one by one and union products side by side in one plan.
-    support = SupportCSR.from_lists([[1, 2], [30, 40, 50]] + [list(range(20))] * 6)
+    support = SupportCSR.from_lists([[i, i + 20, i + 40] for i in range(6)] + [list(range(20))] * 6)
     assert {type(block).__name__ for block in support.plan(0, 61, "triton").blocks} == {"TritonBlock", "UnionBlock"}
     print("all cases pass")
 

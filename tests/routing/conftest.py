@@ -1,0 +1,12 @@
+"""Replay is compared bit by bit, and several threads add up in an order of their own."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
