@@ -1,6 +1,7 @@
 """`capture`, `score` and `inspect`, each in a process of its own, on a real model."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -134,6 +135,98 @@ def test_a_dataset_without_prompts_is_named(tiny_model_path, tmp_path, capsys): 
     (tmp_path / "data.jsonl").write_text('{"question": "?"}\n')
     assert main([*map(str, capture(tiny_model_path, tmp_path / "data.jsonl", tmp_path / "out"))]) == 2
     assert "has no `prompt` column; it has question" in capsys.readouterr().err
+
+
+def run_cli(capsys, *argv):
+    """A command in this process: its exit status and everything it printed, white space folded."""
+    try:
+        code = main([*map(str, argv)])
+    except SystemExit as ended:  # of argparse
+        code = ended.code
+    out = capsys.readouterr()
+    return code, " ".join((out.out + out.err).split())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("--batch_size", 0), "--batch_size: 0 is not a whole number of 1 or more"),
+        (("--limit", 0), "--limit: 0 is not"),
+        (("--num_generations", -1), "--num_generations: -1 is not"),
+        (("--max_tokens", "x"), "--max_tokens: x is not"),
+        (("--temperature", "inf"), "--temperature: inf is not a number above 0"),
+        (("--temperature", 0), "--temperature: 0 is not a number above 0"),
+        (("--top_p", 1.5), "--top_p: 1.5 is not a probability above 0 and up to 1"),
+        (("--top_p", "nan"), "--top_p: nan is not a probability"),
+        (("--min_p", 1), "--min_p: 1 is not a probability"),
+        (("--dtype", "float99"), "--dtype: invalid choice: 'float99' (choose from"),
+        (("--model", "no/such/folder"), "--model no/such/folder has no tokenizer that can be loaded"),
+        (("--output", __file__), f"--output {__file__} is not a folder that can be written (File exists)"),
+    ],
+)
+def test_options_that_capture_cannot_follow_are_named(tiny_model_path, prompts, tmp_path, capsys, change, message):  # noqa: F811
+    code, text = run_cli(capsys, *capture(tiny_model_path, prompts, tmp_path / "out"), *change)
+    assert code == 2 and message in text and "Traceback" not in text
+    assert not list(tmp_path.glob("out/*"))
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("", "cannot be read: it is empty"),
+        ('{"prompt": ', "cannot be read"),
+        ('{"prompt": "a"}\n{"prompt": null}', "row 1: prompt=None is neither text nor messages"),
+        ('{"prompt": 5}', "row 0: prompt=5 is neither text nor messages"),
+        ('{"prompt": []}', "row 0: prompt=[] is neither text nor messages"),
+        ('{"prompt": [{"text": "a"}]}', "is neither text nor messages with a role"),
+        ('{"prompt": "a"}\n{"prompt": ""}', "row 1: prompt='' has no tokens"),
+        ('{"prompt": "a", "model": "b", "sampling": 1}', "traces fill themselves: model, sampling. Rename them"),
+    ],
+)
+def test_datasets_that_capture_cannot_follow_are_named(tiny_model_path, tmp_path, capsys, lines, message):  # noqa: F811
+    data = tmp_path / "data.jsonl"
+    data.write_text(lines)
+    code, text = run_cli(capsys, *capture(tiny_model_path, data, tmp_path / "out"))
+    assert code == 2 and message in text and f"--dataset {data}" in text
+    assert not list(tmp_path.glob("out/*"))
+
+
+@pytest.mark.parametrize("edit", ["drop", "reorder", "answer"])
+def test_a_capture_does_not_go_on_with_other_rows(captured, tiny_model_path, prompts, tmp_path, capsys, edit):  # noqa: F811
+    output, before = tmp_path / "traces", prompts.read_text()
+    shutil.copytree(captured, output)
+    ShardFolder(output).shards()[-1].unlink()
+    lines = before.splitlines()
+    changed = {"drop": lines[1:], "reorder": lines[::-1], "answer": [lines[0].replace("0}", "7}"), *lines[1:]]}[edit]
+    assert changed != lines
+    try:
+        prompts.write_text("\n".join(changed))
+        code, text = run_cli(capsys, *capture(tiny_model_path, prompts, output))
+    finally:
+        prompts.write_text(before)
+    assert code == 2 and ("dataset_rows=6" if edit == "drop" else "dataset_sha256=") in text
+    code, text = run_cli(capsys, *capture(tiny_model_path, prompts, output))
+    assert code == 0 and "2 of 3 shards are there already" in text
+    assert [p.read_bytes() for p in ShardFolder(output).shards()] == [
+        p.read_bytes() for p in ShardFolder(captured).shards()
+    ]
+
+
+def test_a_capture_that_failed_ties_the_folder_to_nothing(tiny_model_path, prompts, tmp_path, capsys):  # noqa: F811
+    bare = tmp_path / "bare"  # a tokenizer without a model
+    shutil.copytree(tiny_model_path, bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    code, text = run_cli(capsys, *capture(bare, prompts, tmp_path / "out"))
+    assert code == 2 and f"--model {bare} cannot be loaded; give a folder with weights" in text
+    code, text = run_cli(capsys, *capture(tiny_model_path, prompts, tmp_path / "out"), "--limit", 1)
+    assert code == 0, text
+    assert len(all_traces(tmp_path / "out")) == 2
+
+
+def test_capture_does_not_go_on_in_a_folder_of_other_traces(captured, tiny_model_path, prompts, tmp_path, capsys):  # noqa: F811
+    shard = ShardFolder(captured).shards()[0]
+    shutil.copy(shard, tmp_path)
+    code, text = run_cli(capsys, *capture(tiny_model_path, prompts, tmp_path))
+    assert code == 2 and "no capture.json" in text and (tmp_path / shard.name).exists()
 
 
 def test_capture_with_vllm_scores_as_recorded(smollm2_path, prompts, tmp_path):
