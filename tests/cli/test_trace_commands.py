@@ -3,45 +3,16 @@
 import json
 import shutil
 import subprocess
-import sys
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.trainer.conftest import tiny_model_path  # noqa: F401
+from tests.cli.conftest import CLI, capture, cli, run_cli
 from trl_support_replay.cli import main
 from trl_support_replay.traces.columns import table_to_traces
 from trl_support_replay.traces.shards import ShardFolder
-
-CLI = [sys.executable, "-m", "trl_support_replay"]
-
-
-def cli(*argv):
-    done = subprocess.run([*CLI, *map(str, argv)], capture_output=True, text=True, timeout=300)
-    return done.returncode, done.stdout + done.stderr
-
-
-@pytest.fixture(scope="module")
-def prompts(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "prompts.jsonl"
-    rows = [{"prompt": [{"role": "user", "content": f"{a}+{b}?"}], "answer": a + b} for a in range(3) for b in range(2)]
-    path.write_text("\n".join(map(json.dumps, rows)))
-    return path
-
-
-def capture(model, prompts, output, *more):
-    sampling = ("--top_p", 0.9, "--num_generations", 2, "--max_tokens", 10, "--batch_size", 2)
-    return ("capture", "--model", model, "--dataset", prompts, "--output", output, *sampling, *more)
-
-
-@pytest.fixture(scope="module")
-def captured(tiny_model_path, prompts, tmp_path_factory):  # noqa: F811
-    output = tmp_path_factory.mktemp("captured") / "traces"
-    code, text = cli(*capture(tiny_model_path, prompts, output))
-    assert code == 0, text
-    return output
 
 
 def all_traces(folder):
@@ -56,9 +27,10 @@ def test_capture_writes_traces_of_every_prompt(captured):
     assert max(t.supports.sizes.max() for t in traces) > 1
 
 
-def test_score_with_the_same_weights_gives_the_recorded_logprobs(captured, tiny_model_path, tmp_path):  # noqa: F811
+def test_score_with_the_same_weights_gives_the_recorded_logprobs(captured, tiny_model_path, tmp_path):
     arguments = ("score", "--traces", captured, "--model", tiny_model_path, "--output", tmp_path / "scored")
-    code, text = cli(*arguments, "--reference", tiny_model_path)
+    arguments += ("--reference", tiny_model_path)
+    code, text = cli(*arguments)
     assert code == 0 and "largest" in text, text
     for path in sorted((tmp_path / "scored").glob("*.parquet")):
         table = pq.read_table(path)
@@ -76,7 +48,7 @@ def test_score_with_the_same_weights_gives_the_recorded_logprobs(captured, tiny_
     assert figures in cli(*arguments)[1]
 
 
-def test_score_with_another_model_reports_the_difference(captured, tiny_model_path, tmp_path):  # noqa: F811
+def test_score_with_another_model_reports_the_difference(captured, tiny_model_path, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model_path)
@@ -126,25 +98,15 @@ def test_inspect_of_nothing_and_of_torn_files(tmp_path, capsys):
         (("--seed", 5), "holds a capture with seed=0, and this one has seed=5"),
     ],
 )
-def test_capture_refuses_in_one_line(captured, tiny_model_path, prompts, capsys, change, message):  # noqa: F811
+def test_capture_refuses_in_one_line(captured, tiny_model_path, prompts, capsys, change, message):
     assert main([*map(str, capture(tiny_model_path, prompts, captured)), *map(str, change)]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_dataset_without_prompts_is_named(tiny_model_path, tmp_path, capsys):  # noqa: F811
+def test_a_dataset_without_prompts_is_named(tiny_model_path, tmp_path, capsys):
     (tmp_path / "data.jsonl").write_text('{"question": "?"}\n')
     assert main([*map(str, capture(tiny_model_path, tmp_path / "data.jsonl", tmp_path / "out"))]) == 2
     assert "has no `prompt` column; it has question" in capsys.readouterr().err
-
-
-def run_cli(capsys, *argv):
-    """A command in this process: its exit status and everything it printed, white space folded."""
-    try:
-        code = main([*map(str, argv)])
-    except SystemExit as ended:  # of argparse
-        code = ended.code
-    out = capsys.readouterr()
-    return code, " ".join((out.out + out.err).split())
 
 
 @pytest.mark.parametrize(
@@ -164,7 +126,7 @@ def run_cli(capsys, *argv):
         (("--output", __file__), f"--output {__file__} is not a folder that can be written (File exists)"),
     ],
 )
-def test_options_that_capture_cannot_follow_are_named(tiny_model_path, prompts, tmp_path, capsys, change, message):  # noqa: F811
+def test_options_that_capture_cannot_follow_are_named(tiny_model_path, prompts, tmp_path, capsys, change, message):
     code, text = run_cli(capsys, *capture(tiny_model_path, prompts, tmp_path / "out"), *change)
     assert code == 2 and message in text and "Traceback" not in text
     assert not list(tmp_path.glob("out/*"))
@@ -183,7 +145,7 @@ def test_options_that_capture_cannot_follow_are_named(tiny_model_path, prompts, 
         ('{"prompt": "a", "model": "b", "sampling": 1}', "traces fill themselves: model, sampling. Rename them"),
     ],
 )
-def test_datasets_that_capture_cannot_follow_are_named(tiny_model_path, tmp_path, capsys, lines, message):  # noqa: F811
+def test_datasets_that_capture_cannot_follow_are_named(tiny_model_path, tmp_path, capsys, lines, message):
     data = tmp_path / "data.jsonl"
     data.write_text(lines)
     code, text = run_cli(capsys, *capture(tiny_model_path, data, tmp_path / "out"))
@@ -192,7 +154,7 @@ def test_datasets_that_capture_cannot_follow_are_named(tiny_model_path, tmp_path
 
 
 @pytest.mark.parametrize("edit", ["drop", "reorder", "answer"])
-def test_a_capture_does_not_go_on_with_other_rows(captured, tiny_model_path, prompts, tmp_path, capsys, edit):  # noqa: F811
+def test_a_capture_does_not_go_on_with_other_rows(captured, tiny_model_path, prompts, tmp_path, capsys, edit):
     output, before = tmp_path / "traces", prompts.read_text()
     shutil.copytree(captured, output)
     ShardFolder(output).shards()[-1].unlink()
@@ -212,7 +174,7 @@ def test_a_capture_does_not_go_on_with_other_rows(captured, tiny_model_path, pro
     ]
 
 
-def test_a_capture_that_failed_ties_the_folder_to_nothing(tiny_model_path, prompts, tmp_path, capsys):  # noqa: F811
+def test_a_capture_that_failed_ties_the_folder_to_nothing(tiny_model_path, prompts, tmp_path, capsys):
     bare = tmp_path / "bare"  # a tokenizer without a model
     shutil.copytree(tiny_model_path, bare, ignore=shutil.ignore_patterns("*.safetensors"))
     code, text = run_cli(capsys, *capture(bare, prompts, tmp_path / "out"))
@@ -222,7 +184,7 @@ def test_a_capture_that_failed_ties_the_folder_to_nothing(tiny_model_path, promp
     assert len(all_traces(tmp_path / "out")) == 2
 
 
-def test_capture_does_not_go_on_in_a_folder_of_other_traces(captured, tiny_model_path, prompts, tmp_path, capsys):  # noqa: F811
+def test_capture_does_not_go_on_in_a_folder_of_other_traces(captured, tiny_model_path, prompts, tmp_path, capsys):
     shard = ShardFolder(captured).shards()[0]
     shutil.copy(shard, tmp_path)
     code, text = run_cli(capsys, *capture(tiny_model_path, prompts, tmp_path))
@@ -242,7 +204,7 @@ def test_capture_with_vllm_scores_as_recorded(smollm2_path, prompts, tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_at_random_moments_and_resumed_equals_a_whole_run(captured, tiny_model_path, prompts, tmp_path):  # noqa: F811
+def test_killed_at_random_moments_and_resumed_equals_a_whole_run(captured, tiny_model_path, prompts, tmp_path):
     output = tmp_path / "killed"
     rng = np.random.default_rng(1)
     for _ in range(20):
