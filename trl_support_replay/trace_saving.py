@@ -11,7 +11,7 @@ from typing import Any
 import transformers
 from transformers import TrainerCallback
 
-from .traces.columns import Trace, traces_to_table
+from .traces.columns import Trace, check_column_names, traces_to_table
 from .traces.shards import ShardFolder
 
 _NOT_SAVED = {"image", "images"}
@@ -27,9 +27,13 @@ class TraceSaver(TrainerCallback):
 
     Raises:
         OSError: the folder cannot be written.
+        TraceSchemaError: dataset columns with the names of a trace's own.
     """
 
     def __init__(self, args: Any, trainer: Any):
+        if not args.remove_unused_columns:  # a streamed dataset may not know its columns: `save` checks them too
+            names = getattr(trainer.train_dataset, "column_names", None)
+            check_column_names(names or (), f"save_traces={args.save_traces!r}: the training dataset")
         self._folder = ShardFolder(args.save_traces)
         self._trainer = trainer
         self._batch_of_step = (-1, 0)

@@ -3,15 +3,68 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from .replay_head import ReplayBatch, add_replay_head
 from .traces.columns import Trace
 
 SCORES = ("logprobs", "full_logprobs", "log_mass", "support_entropy")
+
+
+class ScoringModelError(ValueError):
+    """A model that cannot be loaded, or that traces cannot be scored with."""
+
+
+def load_model(
+    option: str, name: str, *, dtype: str, device: str | None = None, revision: str | None = None
+) -> PreTrainedModel:
+    """A causal language model to score with.
+
+    Args:
+        option: what the user named it with, for the error.
+        name: a folder or a Hub name.
+        dtype: name of a data type of torch.
+        device: where to put it; `None` for the GPU when there is one, else the CPU.
+        revision: of a Hub name.
+
+    Raises:
+        ScoringModelError: there is no such model, or no such revision of it.
+    """
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            name, revision=revision or "main", dtype=getattr(torch, dtype)
+        )
+    except (OSError, ValueError) as error:
+        at = f" at revision {revision}" if revision else ""
+        raise ScoringModelError(
+            f"{option} {name}{at} cannot be loaded; give a folder with a causal language model or a Hub name. {error}"
+        ) from error
+    return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def check_vocabulary(traces: Sequence[Trace], model: PreTrainedModel, option: str) -> None:
+    """Raise unless the model has every id of the traces.
+
+    Args:
+        traces: what is going to be scored.
+        model: what is going to score them.
+        option: what the user named the model with, for the error.
+
+    Raises:
+        ScoringModelError: naming the largest id and the size of the model's vocabulary.
+    """
+    vocab_size = model.config.get_text_config().vocab_size
+    arrays = [ids for t in traces for ids in (t.prompt_ids, t.completion_ids, t.supports.token_ids)]
+    largest = max((int(ids.max(initial=-1)) for ids in arrays), default=-1)
+    if largest >= vocab_size:
+        raise ScoringModelError(
+            f"{option} {model.name_or_path} has a vocabulary of {vocab_size} ids, and the traces hold the id "
+            f"{largest}: they were sampled from a model with another vocabulary. Name one with the sampler's."
+        )
 
 
 def padded_batch(traces: Sequence[Trace]) -> tuple[np.ndarray, np.ndarray, int]:

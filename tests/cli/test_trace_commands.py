@@ -1,46 +1,18 @@
 """`capture`, `score` and `inspect`, each in a process of its own, on a real model."""
 
 import json
+import shutil
 import subprocess
-import sys
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.trainer.conftest import tiny_model_path  # noqa: F401
+from tests.cli.conftest import CLI, capture, cli, run_cli
 from trl_support_replay.cli import main
 from trl_support_replay.traces.columns import table_to_traces
 from trl_support_replay.traces.shards import ShardFolder
-
-CLI = [sys.executable, "-m", "trl_support_replay"]
-
-
-def cli(*argv):
-    done = subprocess.run([*CLI, *map(str, argv)], capture_output=True, text=True, timeout=300)
-    return done.returncode, done.stdout + done.stderr
-
-
-@pytest.fixture(scope="module")
-def prompts(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "prompts.jsonl"
-    rows = [{"prompt": [{"role": "user", "content": f"{a}+{b}?"}], "answer": a + b} for a in range(3) for b in range(2)]
-    path.write_text("\n".join(map(json.dumps, rows)))
-    return path
-
-
-def capture(model, prompts, output, *more):
-    sampling = ("--top_p", 0.9, "--num_generations", 2, "--max_tokens", 10, "--batch_size", 2)
-    return ("capture", "--model", model, "--dataset", prompts, "--output", output, *sampling, *more)
-
-
-@pytest.fixture(scope="module")
-def captured(tiny_model_path, prompts, tmp_path_factory):  # noqa: F811
-    output = tmp_path_factory.mktemp("captured") / "traces"
-    code, text = cli(*capture(tiny_model_path, prompts, output))
-    assert code == 0, text
-    return output
 
 
 def all_traces(folder):
@@ -55,9 +27,10 @@ def test_capture_writes_traces_of_every_prompt(captured):
     assert max(t.supports.sizes.max() for t in traces) > 1
 
 
-def test_score_with_the_same_weights_gives_the_recorded_logprobs(captured, tiny_model_path, tmp_path):  # noqa: F811
+def test_score_with_the_same_weights_gives_the_recorded_logprobs(captured, tiny_model_path, tmp_path):
     arguments = ("score", "--traces", captured, "--model", tiny_model_path, "--output", tmp_path / "scored")
-    code, text = cli(*arguments, "--reference", tiny_model_path)
+    arguments += ("--reference", tiny_model_path)
+    code, text = cli(*arguments)
     assert code == 0 and "largest" in text, text
     for path in sorted((tmp_path / "scored").glob("*.parquet")):
         table = pq.read_table(path)
@@ -75,7 +48,7 @@ def test_score_with_the_same_weights_gives_the_recorded_logprobs(captured, tiny_
     assert figures in cli(*arguments)[1]
 
 
-def test_score_with_another_model_reports_the_difference(captured, tiny_model_path, tmp_path):  # noqa: F811
+def test_score_with_another_model_reports_the_difference(captured, tiny_model_path, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model_path)
@@ -125,15 +98,97 @@ def test_inspect_of_nothing_and_of_torn_files(tmp_path, capsys):
         (("--seed", 5), "holds a capture with seed=0, and this one has seed=5"),
     ],
 )
-def test_capture_refuses_in_one_line(captured, tiny_model_path, prompts, capsys, change, message):  # noqa: F811
+def test_capture_refuses_in_one_line(captured, tiny_model_path, prompts, capsys, change, message):
     assert main([*map(str, capture(tiny_model_path, prompts, captured)), *map(str, change)]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_dataset_without_prompts_is_named(tiny_model_path, tmp_path, capsys):  # noqa: F811
+def test_a_dataset_without_prompts_is_named(tiny_model_path, tmp_path, capsys):
     (tmp_path / "data.jsonl").write_text('{"question": "?"}\n')
     assert main([*map(str, capture(tiny_model_path, tmp_path / "data.jsonl", tmp_path / "out"))]) == 2
     assert "has no `prompt` column; it has question" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("--batch_size", 0), "--batch_size: 0 is not a whole number of 1 or more"),
+        (("--limit", 0), "--limit: 0 is not"),
+        (("--num_generations", -1), "--num_generations: -1 is not"),
+        (("--max_tokens", "x"), "--max_tokens: x is not"),
+        (("--temperature", "inf"), "--temperature: inf is not a number above 0"),
+        (("--temperature", 0), "--temperature: 0 is not a number above 0"),
+        (("--top_p", 1.5), "--top_p: 1.5 is not a probability above 0 and up to 1"),
+        (("--top_p", "nan"), "--top_p: nan is not a probability"),
+        (("--min_p", 1), "--min_p: 1 is not a probability"),
+        (("--dtype", "float99"), "--dtype: invalid choice: 'float99' (choose from"),
+        (("--model", "no/such/folder"), "--model no/such/folder has no tokenizer that can be loaded"),
+        (("--output", __file__), f"--output {__file__} is not a folder that can be written (File exists)"),
+    ],
+)
+def test_options_that_capture_cannot_follow_are_named(tiny_model_path, prompts, tmp_path, capsys, change, message):
+    code, text = run_cli(capsys, *capture(tiny_model_path, prompts, tmp_path / "out"), *change)
+    assert code == 2 and message in text and "Traceback" not in text
+    assert not list(tmp_path.glob("out/*"))
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("", "cannot be read: it is empty"),
+        ('{"prompt": ', "cannot be read"),
+        ('{"prompt": "a"}\n{"prompt": null}', "row 1: prompt=None is neither text nor messages"),
+        ('{"prompt": 5}', "row 0: prompt=5 is neither text nor messages"),
+        ('{"prompt": []}', "row 0: prompt=[] is neither text nor messages"),
+        ('{"prompt": [{"text": "a"}]}', "is neither text nor messages with a role"),
+        ('{"prompt": "a"}\n{"prompt": ""}', "row 1: prompt='' has no tokens"),
+        ('{"prompt": "a", "model": "b", "sampling": 1}', "traces fill themselves: model, sampling. Rename them"),
+    ],
+)
+def test_datasets_that_capture_cannot_follow_are_named(tiny_model_path, tmp_path, capsys, lines, message):
+    data = tmp_path / "data.jsonl"
+    data.write_text(lines)
+    code, text = run_cli(capsys, *capture(tiny_model_path, data, tmp_path / "out"))
+    assert code == 2 and message in text and f"--dataset {data}" in text
+    assert not list(tmp_path.glob("out/*"))
+
+
+@pytest.mark.parametrize("edit", ["drop", "reorder", "answer"])
+def test_a_capture_does_not_go_on_with_other_rows(captured, tiny_model_path, prompts, tmp_path, capsys, edit):
+    output, before = tmp_path / "traces", prompts.read_text()
+    shutil.copytree(captured, output)
+    ShardFolder(output).shards()[-1].unlink()
+    lines = before.splitlines()
+    changed = {"drop": lines[1:], "reorder": lines[::-1], "answer": [lines[0].replace("0}", "7}"), *lines[1:]]}[edit]
+    assert changed != lines
+    try:
+        prompts.write_text("\n".join(changed))
+        code, text = run_cli(capsys, *capture(tiny_model_path, prompts, output))
+    finally:
+        prompts.write_text(before)
+    assert code == 2 and ("dataset_rows=6" if edit == "drop" else "dataset_sha256=") in text
+    code, text = run_cli(capsys, *capture(tiny_model_path, prompts, output))
+    assert code == 0 and "2 of 3 shards are there already" in text
+    assert [p.read_bytes() for p in ShardFolder(output).shards()] == [
+        p.read_bytes() for p in ShardFolder(captured).shards()
+    ]
+
+
+def test_a_capture_that_failed_ties_the_folder_to_nothing(tiny_model_path, prompts, tmp_path, capsys):
+    bare = tmp_path / "bare"  # a tokenizer without a model
+    shutil.copytree(tiny_model_path, bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    code, text = run_cli(capsys, *capture(bare, prompts, tmp_path / "out"))
+    assert code == 2 and f"--model {bare} cannot be loaded; give a folder with weights" in text
+    code, text = run_cli(capsys, *capture(tiny_model_path, prompts, tmp_path / "out"), "--limit", 1)
+    assert code == 0, text
+    assert len(all_traces(tmp_path / "out")) == 2
+
+
+def test_capture_does_not_go_on_in_a_folder_of_other_traces(captured, tiny_model_path, prompts, tmp_path, capsys):
+    shard = ShardFolder(captured).shards()[0]
+    shutil.copy(shard, tmp_path)
+    code, text = run_cli(capsys, *capture(tiny_model_path, prompts, tmp_path))
+    assert code == 2 and "no capture.json" in text and (tmp_path / shard.name).exists()
 
 
 def test_capture_with_vllm_scores_as_recorded(smollm2_path, prompts, tmp_path):
@@ -149,7 +204,7 @@ def test_capture_with_vllm_scores_as_recorded(smollm2_path, prompts, tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_at_random_moments_and_resumed_equals_a_whole_run(captured, tiny_model_path, prompts, tmp_path):  # noqa: F811
+def test_killed_at_random_moments_and_resumed_equals_a_whole_run(captured, tiny_model_path, prompts, tmp_path):
     output = tmp_path / "killed"
     rng = np.random.default_rng(1)
     for _ in range(20):

@@ -1,22 +1,28 @@
 """Traces as Arrow columns: equal both ways, without copies of the ids, and readable by plain `datasets`."""
 
+from types import SimpleNamespace
+
 import datasets
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trl_support_replay.trace_saving import TraceSaver
 from trl_support_replay.traces.columns import (
     Trace,
     TraceSchemaError,
+    sampling_temperatures,
     table_to_traces,
     trace_features,
     trace_schema,
     traces_to_table,
 )
+from trl_support_replay.traces.reading import trace_tables
 from trl_support_replay.traces.routes import RoutedExperts
-from trl_support_replay.traces.shards import ShardFolder
+from trl_support_replay.traces.shards import ShardFolder, ShardFolderError
 from trl_support_replay.traces.support import SupportError, SupportRows
 
 ORIGIN = {
@@ -28,7 +34,7 @@ ORIGIN = {
 
 
 def make_trace(rng, routed=False, extra=None):
-    num_prompt, num_tokens = int(rng.integers(0, 5)), int(rng.integers(0, 8))
+    num_prompt, num_tokens = int(rng.integers(1, 5)), int(rng.integers(0, 8))
     ids = rng.integers(0, 50, num_tokens).astype(np.int32)
     mask = rng.random(num_tokens) < 0.8
     rows = [
@@ -123,6 +129,25 @@ def null_id(table):
     return table.set_column(index, "completion_ids", pa.array([[None]] * len(table), pa.list_(pa.int32())))
 
 
+def retyped(name, kind):
+    def edit(table):
+        rows = table[name].to_pylist()
+        if kind.value_type == pa.string():
+            rows = [[str(value) for value in row] for row in rows]
+        return table.set_column(table.column_names.index(name), name, pa.array(rows, kind))
+
+    return edit
+
+
+def beyond_int32(table):
+    index = table.column_names.index("prompt_ids")
+    return table.set_column(index, "prompt_ids", pa.array([[7, 1 << 32]] * len(table), pa.list_(pa.int64())))
+
+
+def no_lists(table):
+    return table.set_column(table.column_names.index("completion_ids"), "completion_ids", pa.array([1] * len(table)))
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
@@ -130,6 +155,15 @@ def null_id(table):
         (newer, "schema_version=2, this package reads up to 1"),
         (null_row, "Row 0 has no support_ids"),
         (null_id, "completion_ids holds an empty value"),
+        (
+            retyped("completion_ids", pa.list_(pa.float32())),
+            "completion_ids holds values of type float, .* not integer",
+        ),
+        (retyped("prompt_ids", pa.list_(pa.string())), "prompt_ids holds values of type string, .* not integer"),
+        (retyped("sampling_logprobs", pa.list_(pa.string())), "sampling_logprobs holds .* string, .* not floating"),
+        (retyped("support_ids", pa.list_(pa.list_(pa.float64()))), "support_ids holds .* double, .* not integer"),
+        (beyond_int32, "prompt_ids holds ids from 7 to 4294967296, beyond int32"),
+        (no_lists, "completion_ids is of type int64, not lists of integer values"),
     ],
 )
 def test_broken_tables_are_refused(edit, message):
@@ -150,6 +184,9 @@ def good():
         (2, np.array([True]), "3 tokens, but 1 loss_mask"),
         (3, np.array([0.5, np.nan, 0.0], np.float32), "token 0 has log-prob 0.5"),
         (3, np.array([np.nan, np.nan, 0.0], np.float32), "token 0 has log-prob nan"),
+        (3, np.array([-np.inf, np.nan, 0.0], np.float32), "trace 5: token 0 has log-prob -inf"),
+        (0, np.array([], np.int32), "trace 5: prompt_ids is empty"),
+        (0, np.array([3, -2], np.int32), "trace 5: id -2 at position 1 of prompt_ids is negative"),
         (2, np.array([True, True, True]), "1 loss-bearing tokens have no support .first at token 1 of 3"),
         (4, SupportRows.from_ragged([[3, 5], [], [7]]), "row 0|token 0"),
         (4, SupportRows.from_ragged([[4, 99], [], [7]]), "99"),
@@ -161,6 +198,63 @@ def test_check_names_what_is_wrong(index, value, message):
     fields[index] = value
     with pytest.raises((TraceSchemaError, SupportError), match=message):
         Trace(*fields).check("trace 5", vocab_size=50)
+
+
+@pytest.mark.parametrize("name", ["completion_ids", "model", "sampling", "routed_experts", "schema_version"])
+def test_dataset_columns_do_not_take_the_place_of_the_traces_own(name):
+    trace = make_trace(np.random.default_rng(0), extra={"answer": 1, name: "mine"})
+    with pytest.raises(TraceSchemaError, match=f"fill themselves: {name}. Rename them.*'source_{name}'"):
+        traces_to_table([trace], **ORIGIN)
+
+
+def test_save_traces_refuses_such_columns_before_training(tmp_path):
+    trainer = SimpleNamespace(train_dataset=datasets.Dataset.from_dict({"prompt": ["a"], "model": ["b"]}))
+    args = SimpleNamespace(save_traces=str(tmp_path), remove_unused_columns=False)
+    with pytest.raises(TraceSchemaError, match="save_traces=.*: the training dataset has .* themselves: model. Rename"):
+        TraceSaver(args, trainer)
+    TraceSaver(SimpleNamespace(save_traces=str(tmp_path), remove_unused_columns=True), trainer)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        (pa.array([{"temperature": 0.5}, None]), "shard, row 1: sampling.temperature is None"),
+        (pa.array([{"temperature": 0.5}, {"temperature": 0.0}]), "shard, row 1: sampling.temperature is 0.0"),
+        (pa.array([{"temperature": 0.5}, {"temperature": np.nan}]), "shard, row 1: sampling.temperature is nan"),
+        (pa.array([{"temperature": "1"}, {"temperature": "1"}]), "shard, row 0: sampling.temperature is '1'"),
+        (pa.array(["hot", "cold"]), "shard: `sampling` is of type string"),
+        (pa.array([{"top_p": 0.5}] * 2), "shard: `sampling` is of type struct"),
+    ],
+)
+def test_temperatures_that_nothing_is_sampled_at_are_named(sampling, message):
+    with pytest.raises(TraceSchemaError, match=message):
+        sampling_temperatures(pa.table({"sampling": sampling}), "shard")
+
+
+def test_temperatures_of_a_table():
+    table = pa.table({"sampling": pa.array([{"temperature": 0.5}, {"temperature": 2.0}])})
+    assert sampling_temperatures(table, "shard") == {0.5, 2.0}
+    with pytest.raises(TraceSchemaError, match="no `sampling` column"):
+        sampling_temperatures(pa.table({"other": [1]}), "shard")
+
+
+def test_flipped_bits_in_a_shard_are_found(tmp_path):
+    rng = np.random.default_rng(0)
+    path = ShardFolder(tmp_path).write(traces_to_table([make_trace(rng) for _ in range(50)], **ORIGIN), 0)
+    ((_, whole),) = trace_tables(path)
+    assert whole.num_rows == 50
+    chunk = pq.ParquetFile(path).metadata.row_group(0).column(0)
+    body = bytearray(path.read_bytes())
+    body[chunk.data_page_offset + chunk.total_compressed_size - 3] ^= 1
+    path.write_bytes(body)
+    with pytest.raises(TraceSchemaError, match="checksum"):
+        list(trace_tables(path))
+
+
+def test_a_folder_that_is_a_file_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ShardFolderError, match=r"--output .*file is not a folder that can be written \(File exists\)"):
+        ShardFolder(tmp_path / "file", "--output")
 
 
 def test_tables_do_not_mix():

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
+
+from .capture import DTYPES, positive
 
 
 def main(argv: Sequence[str]) -> int:
@@ -28,12 +29,16 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--sampler", help="model with the weights that sampled, to tell stale weights from the rest")
     parser.add_argument("--sampler_revision", help="revision of --sampler; alone: of --model")
     parser.add_argument("--output", required=True, help="folder for audit.json and audit.html")
-    parser.add_argument("--limit", type=int, default=256, help="traces, evenly spaced (default: %(default)s)")
-    parser.add_argument("--samples", type=int, default=64, help="most samples in the token view (default: %(default)s)")
+    parser.add_argument("--limit", type=positive, default=256, help="traces, evenly spaced (default: %(default)s)")
+    parser.add_argument(
+        "--samples", type=positive, default=64, help="most samples in the token view (default: %(default)s)"
+    )
     parser.add_argument("--page_mb", type=float, default=1.8, help="size of the report, at most (default: %(default)s)")
     parser.add_argument("--tolerance", type=float, default=1e-4, help="nats that are rounding (default: %(default)s)")
-    parser.add_argument("--batch_size", type=int, default=8, help="traces a forward (default: %(default)s)")
-    parser.add_argument("--dtype", default="float32", help="data type of the models (default: %(default)s)")
+    parser.add_argument("--batch_size", type=positive, default=8, help="traces a forward (default: %(default)s)")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="float32", help="data type of the models (default: %(default)s)"
+    )
     parser.add_argument("--device", help="device of the models (default: the GPU when there is one, else the CPU)")
     args = parser.parse_args(argv)
 
@@ -46,13 +51,21 @@ def main(argv: Sequence[str]) -> int:
     from ..audit.report import build_report
     from ..audit.table import print_report
     from ..audit.token_view import add_samples
+    from ..trace_scores import check_vocabulary
+    from ..traces.columns import sampling_temperatures
+    from ..traces.reading import trace_tables
+    from ..traces.shards import ShardFolder
 
-    output = Path(args.output)
-    output.mkdir(parents=True, exist_ok=True)
+    output = ShardFolder(args.output, "--output").path
+    for name, table in trace_tables(args.traces, ["sampling"]):
+        sampling_temperatures(table, name)
     source = load_traces(args.traces, args.limit)
-    model = _load(args.model, args.revision, args)
+    model = _load("--model", args.model, args.revision, args)
+    check_vocabulary(source.traces, model, "--model")
     sampler_name = args.sampler or (args.model if args.sampler_revision else None)
-    sampler = _load(sampler_name, args.sampler_revision, args) if sampler_name else None
+    sampler = _load("--sampler", sampler_name, args.sampler_revision, args) if sampler_name else None
+    if sampler is not None:
+        check_vocabulary(source.traces, sampler, "--sampler")
     audit = audit_traces(source, model, sampler, batch_size=args.batch_size, tolerance=args.tolerance)
     report = build_report(
         audit,
@@ -70,14 +83,10 @@ def main(argv: Sequence[str]) -> int:
     return 1 if any(finding.is_fault for finding in audit.findings) else 0
 
 
-def _load(name: str, revision: str | None, args: argparse.Namespace) -> Any:
-    import torch
-    from transformers import AutoModelForCausalLM
+def _load(option: str, name: str, revision: str | None, args: argparse.Namespace) -> Any:
+    from ..trace_scores import load_model
 
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        name, revision=revision or "main", dtype=getattr(torch, args.dtype)
-    )
-    return model.to(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return load_model(option, name, dtype=args.dtype, device=args.device, revision=revision)
 
 
 def _named(name: str | None, revision: str | None) -> str | None:

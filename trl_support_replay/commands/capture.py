@@ -7,14 +7,54 @@ goes on where it was, and ends with the same traces as a run that was not stoppe
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..cli import CommandError
 
+DTYPES = ("float32", "bfloat16", "float16")
 _ENGINES = ("transformers", "vllm", "vllm-server", "sglang")
+
+
+def positive(text: str) -> int:
+    """A whole number above 0, as the type of an option."""
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of 1 or more")
+    return int(text)
+
+
+def _temperature(text: str) -> float:
+    value = _number(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(
+            f"{text} is not a number above 0; 1 leaves the model's probabilities as they are"
+        )
+    return value
+
+
+def _top_p(text: str) -> float:
+    value = _number(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a probability above 0 and up to 1; 1 is off")
+    return value
+
+
+def _min_p(text: str) -> float:
+    value = _number(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a probability from 0 and below 1; 0 is off")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is not a number") from None
 
 
 def main(argv: Sequence[str]) -> int:
@@ -43,16 +83,20 @@ def main(argv: Sequence[str]) -> int:
         metavar="URL",
         help="servers that are up, for --engine vllm-server and sglang; --model then names their tokenizer",
     )
-    parser.add_argument("--num_generations", type=int, default=1, help="completions a prompt (default: %(default)s)")
-    parser.add_argument("--max_tokens", type=int, default=256, help="longest completion (default: %(default)s)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="(default: %(default)s)")
-    parser.add_argument("--top_p", type=float, default=1.0, help="1 is off (default: %(default)s)")
+    parser.add_argument(
+        "--num_generations", type=positive, default=1, help="completions a prompt (default: %(default)s)"
+    )
+    parser.add_argument("--max_tokens", type=positive, default=256, help="longest completion (default: %(default)s)")
+    parser.add_argument("--temperature", type=_temperature, default=1.0, help="(default: %(default)s)")
+    parser.add_argument("--top_p", type=_top_p, default=1.0, help="1 is off (default: %(default)s)")
     parser.add_argument("--top_k", type=int, default=0, help="0 is off; vLLM needs one (default: %(default)s)")
-    parser.add_argument("--min_p", type=float, default=0.0, help="0 is off (default: %(default)s)")
-    parser.add_argument("--batch_size", type=int, default=8, help="prompts a shard (default: %(default)s)")
-    parser.add_argument("--limit", type=int, help="only the first so many prompts")
+    parser.add_argument("--min_p", type=_min_p, default=0.0, help="0 is off (default: %(default)s)")
+    parser.add_argument("--batch_size", type=positive, default=8, help="prompts a shard (default: %(default)s)")
+    parser.add_argument("--limit", type=positive, help="only the first so many prompts")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
-    parser.add_argument("--dtype", default="float32", help="data type of the model (default: %(default)s)")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="float32", help="data type of the model (default: %(default)s)"
+    )
     parser.add_argument("--engine_kwargs", type=json.loads, default={}, help="JSON with further arguments of vllm.LLM")
     args = parser.parse_args(argv)
     if (args.engine in ("vllm-server", "sglang")) != bool(args.server_url):
@@ -63,34 +107,38 @@ def main(argv: Sequence[str]) -> int:
     from dataclasses import replace
 
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-    from transformers import AutoTokenizer
 
     from ..traces.columns import traces_to_table
+    from ..traces.record import FolderRecord
     from ..traces.shards import ShardFolder
 
     settings = _settings(args)
     rows = _prompts(args)
-    folder = ShardFolder(args.output)
-    _same_capture(folder.path / "capture.json", args)
+    folder = ShardFolder(args.output, "--output")
+    decisive = {key: value for key, value in vars(args).items() if key not in ("output", "engine_kwargs", "server_url")}
+    # The name of a file says nothing of what is in it.
+    record = FolderRecord(folder.path / "capture.json", "capture", decisive | _contents(rows))
+    record.check()
     folder.discard_from(1 + len(rows))  # only what a killed run left half done
     done = {int(path.name[7:15]) for path in folder.shards()}
-    batches = [rows[start : start + args.batch_size] for start in range(0, len(rows), args.batch_size)]
+    batches = [range(len(rows))[start : start + args.batch_size] for start in range(0, len(rows), args.batch_size)]
     left = [i for i in range(len(batches)) if i not in done]
     if done:
         print(f"{len(done)} of {len(batches)} shards are there already")
     if not left:
         print(f"traces: {folder.path}")
         return 0
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    prompts = _prompt_ids(args, rows)
     generator = _generator(args, settings)
+    record.write()
     sampling = {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": settings.top_k,
                 "min_p": settings.min_p, "seed": args.seed}  # fmt: skip
     bar = (TextColumn("capturing"), BarColumn(), MofNCompleteColumn(), TextColumn("shards"), TimeRemainingColumn())
     with Progress(*bar) as progress:
         task = progress.add_task("", total=len(batches), completed=len(done))
         for i in left:
-            traces = generator.generate([_ids(tokenizer, row["prompt"]) for row in batches[i]], i)
-            sources = [row for row in batches[i] for _ in range(args.num_generations)]
+            traces = generator.generate([prompts[n] for n in batches[i]], i)
+            sources = [rows[n] for n in batches[i] for _ in range(args.num_generations)]
             table = traces_to_table(
                 [replace(trace, extra=row) for trace, row in zip(traces, sources, strict=True)],
                 model=args.model,
@@ -128,6 +176,9 @@ def _settings(args: argparse.Namespace) -> Any:
 
 def _prompts(args: argparse.Namespace) -> list[dict[str, Any]]:
     import datasets
+    from datasets.exceptions import DatasetsError
+
+    from ..traces.columns import check_column_names
 
     place = Path(args.dataset)
     try:
@@ -138,47 +189,76 @@ def _prompts(args: argparse.Namespace) -> list[dict[str, Any]]:
             data = datasets.load_dataset(kind, data_files=str(place), split="train")
         else:
             data = datasets.load_dataset(args.dataset, split=args.split)
-    except (OSError, ValueError) as error:
-        raise CommandError(f"--dataset {args.dataset} cannot be read: {error}") from error
+    except StopIteration as error:  # how datasets fails at an empty file
+        raise CommandError(f"--dataset {args.dataset} cannot be read: it is empty.") from error
+    except (OSError, ValueError, DatasetsError) as error:
+        # What is wrong with a file is in the cause: the error itself names only the generator.
+        raise CommandError(f"--dataset {args.dataset} cannot be read: {error.__cause__ or error}") from error
+    if isinstance(data, datasets.DatasetDict):
+        raise CommandError(
+            f"--dataset {args.dataset} holds the splits {', '.join(data)}; name the folder of one of them."
+        )
     if "prompt" not in data.column_names:
         raise CommandError(f"--dataset {args.dataset} has no `prompt` column; it has {', '.join(data.column_names)}.")
+    check_column_names(data.column_names, f"--dataset {args.dataset}")
     rows = data.to_list()[: args.limit]
     if not rows:
         raise CommandError(f"--dataset {args.dataset} holds no prompts.")
     return rows
 
 
-def _ids(tokenizer: Any, prompt: Any) -> list[int]:
-    if isinstance(prompt, str):
-        return tokenizer(prompt).input_ids
-    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=False)
+def _contents(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """How many rows there are, and a digest of all their columns, since all of them go into the traces."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(json.dumps(row, sort_keys=True, default=repr).encode())
+    return {"dataset_rows": len(rows), "dataset_sha256": digest.hexdigest()}
+
+
+def _prompt_ids(args: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    """Token ids of every prompt, all before the first is sampled from: a capture must not stop at a row half-way."""
+    from jinja2 import TemplateError
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(args.model)
+    except (OSError, ValueError) as error:
+        raise CommandError(
+            f"--model {args.model} has no tokenizer that can be loaded; give a folder or a Hub name. {error}"
+        ) from error
+    prompts = []
+    for i, row in enumerate(rows):
+        where, prompt = f"--dataset {args.dataset}, row {i}", row["prompt"]
+        if isinstance(prompt, str):
+            ids = tokenizer(prompt).input_ids
+        elif isinstance(prompt, list) and prompt and all(isinstance(m, dict) and m.get("role") for m in prompt):
+            try:
+                ids = tokenizer.apply_chat_template(
+                    prompt, add_generation_prompt=True, tokenize=True, return_dict=False
+                )
+            except (ValueError, TemplateError) as error:
+                raise CommandError(f"{where}: the chat template of {args.model} refuses the prompt: {error}") from error
+        else:
+            raise CommandError(f"{where}: prompt={prompt!r} is neither text nor messages with a role. Drop the row.")
+        if not ids:
+            raise CommandError(f"{where}: prompt={prompt!r} has no tokens, so nothing can be sampled. Drop the row.")
+        prompts.append(ids)
+    return prompts
 
 
 def _generator(args: argparse.Namespace, settings: Any) -> Any:
     from ..capture.generators import CaptureRequest, TransformersGenerator, VLLMGenerator
 
     request = CaptureRequest(settings, args.num_generations, args.max_tokens, args.seed)
-    if args.engine == "vllm":
-        return VLLMGenerator(args.model, request, args.dtype, **args.engine_kwargs)
     if args.engine in ("vllm-server", "sglang"):
         from ..capture.server_generators import ServerGenerator
 
         return ServerGenerator(args.engine, args.server_url, request)
-    return TransformersGenerator(args.model, request, args.dtype)
-
-
-def _same_capture(path: Path, args: argparse.Namespace) -> None:
-    """The folder belongs to one capture; another one's settings would mix into it."""
-    asked = {key: value for key, value in vars(args).items() if key not in ("output", "engine_kwargs", "server_url")}
-    if path.exists():
-        found = json.loads(path.read_text())
-        for key, value in asked.items():
-            if found.get(key) != value:
-                raise CommandError(
-                    f"{path.parent} holds a capture with {key}={found.get(key)!r}, and this one has {key}={value!r}. "
-                    "Take another --output, or the same settings."
-                )
-    else:
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(asked, indent=2))
-        partial.replace(path)
+    try:
+        if args.engine == "vllm":
+            return VLLMGenerator(args.model, request, args.dtype, **args.engine_kwargs)
+        return TransformersGenerator(args.model, request, args.dtype)
+    except OSError as error:
+        raise CommandError(
+            f"--model {args.model} cannot be loaded; give a folder with weights or a Hub name. {error}"
+        ) from error

@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from ..traces.columns import TraceSchemaError, table_to_traces
+    from ..traces.columns import TraceSchemaError, sampling_temperatures, table_to_traces
     from ..traces.reading import trace_tables
     from ..traces.routes import RoutesError
     from ..traces.support import SupportError
@@ -40,6 +40,11 @@ def main(argv: Sequence[str]) -> int:
     for name, table in trace_tables(args.traces):
         counts["files"] += 1
         schema = schema or table.schema
+        try:
+            if "sampling" in table.column_names:
+                sampling_temperatures(table, name)
+        except TraceSchemaError as error:
+            problems.append(str(error))
         try:
             traces = table_to_traces(table)
         except (TraceSchemaError, SupportError, RoutesError) as error:

@@ -14,6 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from ..cli import CommandError
+from .capture import DTYPES, positive
+
+_COLUMNS = {"replayed_logprobs", "full_logprobs", "log_mass", "support_entropy", "reference_logprobs"}
+_ROUNDING = 1e-3  # nats
+_STEPS_LISTED = 6
+
 
 def main(argv: Sequence[str]) -> int:
     """Write a scored shard for each shard, and report how far the scores are from the recorded ones."""
@@ -27,8 +34,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--model", required=True, help="model to score with: a folder or a Hub name")
     parser.add_argument("--reference", help="second model, for reference_logprobs over the same supports")
     parser.add_argument("--output", required=True, help="folder for the scored shards")
-    parser.add_argument("--batch_size", type=int, default=8, help="traces a forward (default: %(default)s)")
-    parser.add_argument("--dtype", default="float32", help="data type of the models (default: %(default)s)")
+    parser.add_argument("--batch_size", type=positive, default=8, help="traces a forward (default: %(default)s)")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="float32", help="data type of the models (default: %(default)s)"
+    )
     parser.add_argument("--device", help="device of the models (default: the GPU when there is one, else the CPU)")
     args = parser.parse_args(argv)
 
@@ -36,65 +45,108 @@ def main(argv: Sequence[str]) -> int:
     import pyarrow.parquet as pq
     from rich.progress import Progress
 
-    from ..trace_scores import TraceScorer
+    from ..trace_scores import TraceScorer, check_vocabulary, load_model
     from ..traces.columns import table_to_traces
     from ..traces.reading import trace_tables
-    from ..traces.shards import write_whole
+    from ..traces.record import FolderRecord
+    from ..traces.shards import ShardFolder, write_whole
 
-    output = Path(args.output)
-    output.mkdir(parents=True, exist_ok=True)
-    scorers: dict[float, tuple[Any, Any]] = {}
-    models = [_load(name, args) for name in (args.model, args.reference) if name]
+    source, output = Path(args.traces), Path(args.output)
+    if output.resolve() in (source.resolve(), source.resolve().parent if source.is_file() else None):
+        raise CommandError(
+            f"--output {output} is where --traces {source} lie; name another folder for the scored ones."
+        )
+    ShardFolder(output, "--output")
+    decisive = {name: getattr(args, name) for name in ("traces", "model", "reference", "dtype")}
+    record = FolderRecord(output / "score.json", "score", decisive)
+    record.check()
+    options = [option for option in ("model", "reference") if getattr(args, option)]
+    models = [load_model(f"--{o}", getattr(args, o), dtype=args.dtype, device=args.device) for o in options]
+    record.write()
+    scorers: dict[float, list[TraceScorer]] = {}
     gaps: list[np.ndarray] = []
+    steps: list[np.ndarray] = []
     with Progress() as progress:
         task = progress.add_task("scoring", total=None)
-        for name, table in trace_tables(args.traces):
+        for name, table in trace_tables(source):
             target = output / (name if name.endswith(".parquet") else f"{name}.parquet")
             traces = table_to_traces(table)
             for i, trace in enumerate(traces):
                 trace.check(f"{name}, row {i}")
-            if not target.exists():
-                temperature = _temperature(table)
+            if target.exists():
+                _same_tokens(table, target, source / name)
+            else:
+                _check_columns(table, name)
+                temperature = _temperature(table, name)
+                for option, model in zip(options, models, strict=True):
+                    check_vocabulary(traces, model, f"--{option}")
                 if temperature not in scorers:
-                    made = [TraceScorer(model, temperature, args.batch_size) for model in models]
-                    scorers[temperature] = (made[0], made[1] if len(made) > 1 else None)
-                policy, reference = scorers[temperature]
+                    scorers[temperature] = [TraceScorer(model, temperature, args.batch_size) for model in models]
+                policy, *reference = scorers[temperature]
                 scores = policy.score(traces)
                 columns = {"replayed_logprobs": scores["logprobs"]}
                 columns |= {key: scores[key] for key in ("full_logprobs", "log_mass", "support_entropy")}
-                if reference is not None:
-                    columns["reference_logprobs"] = reference.score(traces)["logprobs"]
+                if reference:
+                    columns["reference_logprobs"] = reference[0].score(traces)["logprobs"]
                 for column, values in columns.items():
                     table = table.append_column(column, pa.array(values, pa.list_(pa.float32())))
                 write_whole(table, target)
             replayed = pq.read_table(target, columns=["replayed_logprobs"])["replayed_logprobs"].to_pylist()
             for trace, values in zip(traces, replayed, strict=True):
                 recorded = trace.supports.sizes > 0
-                gaps.append((np.array(values, np.float64) - trace.sampling_logprobs)[recorded])
+                gaps.append(np.abs(np.array(values, np.float64) - trace.sampling_logprobs)[recorded])
+                steps.append(np.full(len(gaps[-1]), trace.extra.get("step") or 0))
             progress.advance(task, 1)
-    gap = np.abs(np.concatenate(gaps)) if gaps else np.zeros(0)
-    if len(gap):
-        print(f"{len(gap):,} tokens: replayed minus recorded log-prob: mean {gap.mean():.2e}, largest {gap.max():.2e}")
-        if gap.max() > 1e-3:
-            print("The model that scored is not the one that sampled, or not in the same precision.")
+    if sum(map(len, gaps)):
+        _report(np.concatenate(gaps), np.concatenate(steps))
     print(f"scored traces: {output}")
     return 0
 
 
-def _load(name: str, args: argparse.Namespace) -> Any:
-    import torch
-    from transformers import AutoModelForCausalLM
+def _report(gap: np.ndarray, step: np.ndarray) -> None:
+    """How far the scores are from the recorded log-probs.
 
-    model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, args.dtype))
-    return model.to(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    Args:
+        gap: `[N]` absolute difference of each token, in nats.
+        step: `[N]` training step that each was sampled in; all alike where none is recorded.
+    """
+    print(f"{len(gap):,} tokens: replayed minus recorded log-prob: mean {gap.mean():.2e}, largest {gap.max():.2e}")
+    if gap.max() <= _ROUNDING:
+        return
+    found = np.unique(step)
+    if len(found) == 1:
+        print("The model that scored is not the one that sampled, or not in the same precision.")
+        return
+    listed = ", ".join(f"{s}: {gap[step == s].mean():.2e}" for s in found[:_STEPS_LISTED].tolist())
+    more = f", and {len(found) - _STEPS_LISTED} more" if len(found) > _STEPS_LISTED else ""
+    print(f"mean by training step: {listed}{more}")
+    print(
+        "Traces of later steps were sampled with later weights: one model can only be the one that sampled in one step."
+    )
 
 
-def _temperature(table: Any) -> float:
-    from ..traces.columns import TraceSchemaError
+def _same_tokens(table: Any, target: Path, source: Path) -> None:
+    """Raise unless the scored shard was made from this table: shards of one name may hold other traces by now."""
+    import pyarrow.parquet as pq
 
-    if "sampling" not in table.column_names:
-        raise TraceSchemaError("The traces have no `sampling` column, so their temperature is unknown.")
-    found = {float(row["temperature"]) for row in table["sampling"].to_pylist()}
+    ids = ["prompt_ids", "completion_ids", "support_ids"]
+    if not pq.read_table(target, columns=ids, page_checksum_verification=True).equals(table.select(ids)):
+        raise CommandError(f"{target} holds the scores of other traces than {source} does now. Take another --output.")
+
+
+def _check_columns(table: Any, name: str) -> None:
+    taken = sorted(_COLUMNS.intersection(table.column_names))
+    if taken:
+        raise CommandError(
+            f"{name} has columns with the names of scores already: {', '.join(taken)}. Score the traces that it "
+            "was made from, or rename them."
+        )
+
+
+def _temperature(table: Any, name: str) -> float:
+    from ..traces.columns import TraceSchemaError, sampling_temperatures
+
+    found = sampling_temperatures(table, name)
     if len(found) != 1:
-        raise TraceSchemaError(f"A shard mixes the temperatures {sorted(found)}; score them apart.")
+        raise TraceSchemaError(f"{name} has traces of {len(found)} temperatures: {sorted(found)}; score them apart.")
     return found.pop()

@@ -22,7 +22,8 @@ An Arrow list-of-list is a CSR matrix, so supports go in and come out without a 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 REQUIRED_COLUMNS = ("prompt_ids", "completion_ids", "loss_mask", "sampling_logprobs", "support_ids")
 _ROUTE_COLUMNS = ("routed_experts", "routed_experts_shape", "routed_experts_captured", "routed_experts_layers")
+_KIND_OF_VALUES = {"loss_mask": "boolean", "routed_experts_captured": "boolean", "sampling_logprobs": "floating"}
 _SAMPLING = pa.struct(
     [
         ("temperature", pa.float64()),
@@ -87,10 +89,19 @@ class Trace:
             raise TraceSchemaError(
                 f"{where}: {total} tokens of prompt and completion, but {len(self.routes)} rows of routes."
             )
+        if not len(self.prompt_ids):
+            raise TraceSchemaError(
+                f"{where}: prompt_ids is empty, so nothing predicts the first token. Drop the trace."
+            )
+        for name in ("prompt_ids", "completion_ids"):
+            ids = getattr(self, name)
+            if ids.min(initial=0) < 0:
+                raise TraceSchemaError(f"{where}: id {ids.min()} at position {np.argmin(ids)} of {name} is negative.")
         recorded = self.supports.sizes > 0
-        positive = recorded & ~(self.sampling_logprobs <= 1e-4)
-        if positive.any():
-            token = int(np.argmax(positive))
+        # Neither NaN nor -inf: what was sampled had a probability, and it was not zero.
+        impossible = recorded & ~((self.sampling_logprobs <= 1e-4) & np.isfinite(self.sampling_logprobs))
+        if impossible.any():
+            token = int(np.argmax(impossible))
             raise TraceSchemaError(f"{where}: token {token} has log-prob {self.sampling_logprobs[token]}.")
         bare = np.flatnonzero(self.loss_mask & ~recorded)
         if len(bare) > 1 or (len(bare) == 1 and bare[0] != num_tokens - 1):
@@ -133,6 +144,25 @@ def trace_schema(num_experts: int | None = None, extra: Mapping[str, pa.DataType
     return pa.schema(list((fields | dict(extra or {})).items()))
 
 
+OWN_COLUMNS = frozenset(trace_schema(num_experts=1).names)
+"""Columns that a trace fills itself, with routes and without."""
+
+
+def check_column_names(names: Iterable[str], what: str) -> None:
+    """Raise `TraceSchemaError` when columns that come with prompts have the names of a trace's own.
+
+    Args:
+        names: of the further columns.
+        what: where they come from, for the error.
+    """
+    taken = sorted(OWN_COLUMNS.intersection(names))
+    if taken:
+        raise TraceSchemaError(
+            f"{what} has columns that traces fill themselves: {', '.join(taken)}. Rename them, for example with "
+            f"dataset.rename_column({taken[0]!r}, 'source_{taken[0]}')."
+        )
+
+
 def trace_features(num_experts: int | None = None) -> Features:
     """`datasets.Features` of a traces dataset; see `trace_schema`."""
     from datasets import Features
@@ -157,7 +187,8 @@ def traces_to_table(
         engine: `name`, `version`.
 
     Raises:
-        TraceSchemaError: traces with and without routes, or of different models, or with different extra columns.
+        TraceSchemaError: traces with and without routes, or of different models, or with different extra columns, or
+            with some that have the names of a trace's own.
     """
     routed = [trace.routes for trace in traces if trace.routes is not None]
     if routed and len(routed) != len(traces):
@@ -193,6 +224,7 @@ def traces_to_table(
     for i, trace in enumerate(traces):
         if set(trace.extra) != set(names):
             raise TraceSchemaError(f"Trace {i} has the columns {sorted(trace.extra)}, the first one {sorted(names)}.")
+    check_column_names(names, "The dataset")
     columns |= {name: pa.array([trace.extra[name] for trace in traces]) for name in names}
     return pa.table(columns)
 
@@ -201,7 +233,7 @@ def table_to_traces(table: pa.Table) -> list[Trace]:
     """The rows of a table as traces; ids and supports are views of the table's buffers where Arrow allows.
 
     Raises:
-        TraceSchemaError: a column that is missing or null, or a newer schema.
+        TraceSchemaError: a column that is missing, null or of another type, or a newer schema.
     """
     missing = [name for name in REQUIRED_COLUMNS if name not in table.column_names]
     if missing:
@@ -219,14 +251,37 @@ def table_to_traces(table: pa.Table) -> list[Trace]:
     logprobs = _split(arrays["sampling_logprobs"], np.float32, "sampling_logprobs")
     supports = _split_supports(arrays["support_ids"])
     routes: list[Any] = _read_routes(table) if "routed_experts" in table.column_names else [None] * table.num_rows
-    own = {*trace_schema(1).names}
-    extra = {name: table[name].to_pylist() for name in table.column_names if name not in own}
+    extra = {name: table[name].to_pylist() for name in table.column_names if name not in OWN_COLUMNS}
     return [
         Trace(prompt, ids, mask, values, rows, route, {name: column[i] for name, column in extra.items()})
         for i, (prompt, ids, mask, values, rows, route) in enumerate(
             zip(prompts, completions, masks, logprobs, supports, routes, strict=True)
         )
     ]
+
+
+def sampling_temperatures(table: pa.Table, where: str) -> set[float]:
+    """The temperatures that the rows of a table were sampled with.
+
+    Raises:
+        TraceSchemaError: naming the row, for one without a temperature, or with one that nothing is sampled at; a table
+            without a `sampling` column.
+    """
+    if "sampling" not in table.column_names:
+        raise TraceSchemaError(f"{where} has no `sampling` column, so the traces' temperature is unknown.")
+    kind = table.schema.field("sampling").type
+    if not pa.types.is_struct(kind) or kind.get_field_index("temperature") < 0:
+        raise TraceSchemaError(f"{where}: `sampling` is of type {kind}, not a struct with a `temperature`.")
+    found = set()
+    for i, row in enumerate(table["sampling"].to_pylist()):
+        value = row and row["temperature"]
+        if not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise TraceSchemaError(
+                f"{where}, row {i}: sampling.temperature is {value!r}; scoring needs the one above 0 that the "
+                "trace was sampled with."
+            )
+        found.add(float(value))
+    return found
 
 
 def _offsets(lengths: Sequence[int] | np.ndarray, what: str) -> pa.Array:
@@ -256,6 +311,15 @@ def _combine(table: pa.Table, name: str) -> Any:
         array = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
     if array.null_count:
         raise TraceSchemaError(f"Row {int(np.argmax(np.asarray(array.is_null())))} has no {name}.")
+    kind = array.type
+    wanted = _KIND_OF_VALUES.get(name, "integer")
+    for _ in range(2 if name == "support_ids" else 1):
+        if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+            raise TraceSchemaError(f"{name} is of type {array.type}, not lists of {wanted} values.")
+        kind = kind.value_type
+    # Lists that are all empty may come without a type of what they would hold.
+    if not (getattr(pa.types, f"is_{wanted}")(kind) or pa.types.is_null(kind)):
+        raise TraceSchemaError(f"{name} holds values of type {kind}, which are not {wanted}; convert the column.")
     return array
 
 
@@ -269,7 +333,12 @@ def _split(array: Any, dtype: Any, name: str) -> list[np.ndarray]:
     values, offsets = _values(array)
     if values.null_count:
         raise TraceSchemaError(f"{name} holds an empty value (null).")
-    flat = values.to_numpy(zero_copy_only=False).astype(dtype, copy=False)
+    flat = values.to_numpy(zero_copy_only=False)
+    if np.issubdtype(dtype, np.int32) and flat.dtype != np.int32 and len(flat):
+        beyond = np.iinfo(np.int32)
+        if flat.min() < beyond.min or flat.max() > beyond.max:
+            raise TraceSchemaError(f"{name} holds ids from {flat.min()} to {flat.max()}, beyond int32.")
+    flat = flat.astype(dtype, copy=False)
     return [flat[start:stop] for start, stop in itertools.pairwise(offsets.tolist())]
 
 

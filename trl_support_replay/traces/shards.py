@@ -21,13 +21,17 @@ def write_whole(table: pa.Table, target: Path) -> None:
         with open(partial, "wb") as file:
             # Ids and log-probs hardly repeat: a dictionary of them would be larger than they are.
             strings = [field.name for field in table.schema if pa.types.is_string(field.type)]
-            pq.write_table(table, file, compression="zstd", use_dictionary=strings)
+            pq.write_table(table, file, compression="zstd", use_dictionary=strings, write_page_checksum=True)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, target)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+class ShardFolderError(OSError):
+    """A folder for traces that cannot be made or written."""
 
 
 class ShardFolder:
@@ -38,17 +42,23 @@ class ShardFolder:
 
     Args:
         path: the folder; made when missing.
+        setting: what the user gave the path as, for the error.
 
     Raises:
-        OSError: the folder cannot be made or written.
+        ShardFolderError: the folder cannot be made or written.
     """
 
-    def __init__(self, path: str | os.PathLike[str]):
+    def __init__(self, path: str | os.PathLike[str], setting: str = "The folder"):
         self.path = Path(path)
-        self.path.mkdir(parents=True, exist_ok=True)
         probe = self.path / f".write-test-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise ShardFolderError(
+                f"{setting} {self.path} is not a folder that can be written ({error.strerror}). Name another one."
+            ) from error
 
     def write(self, table: pa.Table, number: int, part: int = 0, batch: int = 0) -> Path:
         """Write a shard; one of the same name is replaced.

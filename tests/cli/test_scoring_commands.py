@@ -1,0 +1,213 @@
+"""`score`, `audit` and `inspect` on traces, models and options that do not fit: each is named in one line."""
+
+import json
+import re
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.cli.conftest import run_cli
+from trl_support_replay.traces.shards import ShardFolder
+
+
+@pytest.fixture(scope="module")
+def other_model(tiny_model_path, tmp_path_factory):
+    """Of the same vocabulary, with other weights."""
+    path = tmp_path_factory.mktemp("models") / "other"
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_path)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(0.5)
+    model.save_pretrained(path)
+    AutoTokenizer.from_pretrained(tiny_model_path).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def small_model(tiny_model_path, tmp_path_factory):
+    """With 40 of the 99 ids."""
+    path = tmp_path_factory.mktemp("models") / "small"
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_path)
+    model.resize_token_embeddings(40)
+    model.save_pretrained(path)
+    return path
+
+
+def shard_of(captured, folder, edit):
+    """The first shard in a folder of its own, with the table changed."""
+    folder.mkdir()
+    path = ShardFolder(captured).shards()[0]
+    pq.write_table(edit(pq.read_table(path)), folder / path.name)
+    return folder
+
+
+def replaced(table, name, values, kind=None):
+    column = pa.array(values, kind)
+    if name not in table.column_names:
+        return table.append_column(name, column)
+    return table.set_column(table.column_names.index(name), name, column)
+
+
+def score(captured, model, output):
+    return ("score", "--traces", captured, "--model", model, "--output", output)
+
+
+def test_score_goes_on_only_with_what_it_began_with(captured, tiny_model_path, other_model, tmp_path, capsys):
+    first = score(captured, tiny_model_path, tmp_path / "scored")
+    code, text = run_cli(capsys, *first)
+    assert code == 0, text
+    held = {path.name: path.read_bytes() for path in (tmp_path / "scored").iterdir()}
+    for change, message in (
+        (
+            ("--model", other_model),
+            f"holds a score with model='{tiny_model_path}', and this one has model='{other_model}'",
+        ),
+        (("--dtype", "bfloat16"), "dtype='float32', and this one has dtype='bfloat16'"),
+        (("--reference", other_model), f"reference=None, and this one has reference='{other_model}'"),
+        (("--traces", ShardFolder(captured).shards()[0]), "and this one has traces="),
+    ):
+        code, text = run_cli(capsys, *first, *change)
+        assert code == 2 and message in text and "Take another --output" in text
+    assert held == {path.name: path.read_bytes() for path in (tmp_path / "scored").iterdir()}
+    assert run_cli(capsys, *first, "--batch_size", 3)[0] == 0
+    (tmp_path / "scored" / "score.json").unlink()
+    code, text = run_cli(capsys, *first)
+    assert code == 2 and "no score.json" in text
+
+
+def test_score_finds_that_a_shard_has_changed(captured, tiny_model_path, tmp_path, capsys):
+    traces = shard_of(captured, tmp_path / "traces", lambda table: table)
+    assert run_cli(capsys, *score(traces, tiny_model_path, tmp_path / "scored"))[0] == 0
+    (path,) = traces.iterdir()
+    pq.write_table(pq.read_table(ShardFolder(captured).shards()[1]), path)
+    code, text = run_cli(capsys, *score(traces, tiny_model_path, tmp_path / "scored"))
+    assert code == 2 and f"holds the scores of other traces than {path} does now" in text
+
+
+def test_score_does_not_write_among_the_traces(captured, tiny_model_path, tmp_path, capsys):
+    code, text = run_cli(capsys, *score(captured, tiny_model_path, captured / ".." / captured.name))
+    assert code == 2 and "is where --traces" in text
+    code, text = run_cli(capsys, *score(ShardFolder(captured).shards()[0], tiny_model_path, captured))
+    assert code == 2 and "is where --traces" in text
+    assert not (captured / "score.json").exists()
+    scored = shard_of(captured, tmp_path / "t", lambda t: replaced(t, "log_mass", [[0.0]] * len(t)))
+    code, text = run_cli(capsys, *score(scored, tiny_model_path, tmp_path / "again"))
+    assert code == 2 and "names of scores already: log_mass" in text
+
+
+@pytest.mark.parametrize("command", ["score", "audit"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("--batch_size", 0), "--batch_size: 0 is not a whole number of 1 or more"),
+        (("--dtype", "float99"), "--dtype: invalid choice: 'float99' (choose from"),
+        (("--model", "no/such/folder"), "--model no/such/folder cannot be loaded; give a folder"),
+        (("--output", __file__), f"--output {__file__} is not a folder that can be written (File exists)"),
+    ],
+)
+def test_options_that_scoring_cannot_follow_are_named(
+    captured,
+    tiny_model_path,
+    tmp_path,
+    capsys,
+    command,
+    change,
+    message,
+):
+    arguments = (command, *score(captured, tiny_model_path, tmp_path / "out")[1:])
+    code, text = run_cli(capsys, *arguments, *change)
+    assert code == 2 and message in text and "Traceback" not in text
+    assert not list(tmp_path.glob("out/*"))
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [("score", "--model"), ("score", "--reference"), ("audit", "--model"), ("audit", "--sampler")],
+)
+def test_a_model_of_another_vocabulary_is_named(
+    captured,
+    tiny_model_path,
+    small_model,
+    tmp_path,
+    capsys,
+    command,
+    option,
+):
+    arguments = (command, *score(captured, tiny_model_path, tmp_path / "out")[1:], option, small_model)
+    code, text = run_cli(capsys, *arguments)
+    assert code == 2
+    found = re.search(rf"{option} {small_model} has a vocabulary of 40 ids, and the traces hold the id (\d+)", text)
+    assert found and 40 <= int(found[1]) < 99
+    assert not list(tmp_path.glob("out/*.parquet"))
+
+
+def test_score_names_the_steps_of_traces_that_training_saved(captured, other_model, tmp_path, capsys):
+    traces = shard_of(captured, tmp_path / "t", lambda t: replaced(t, "step", np.arange(len(t)) // 2))
+    code, text = run_cli(capsys, *score(traces, other_model, tmp_path / "scored"))
+    assert code == 0 and "later steps were sampled with later weights" in text and "is not the one" not in text
+    (path,) = (tmp_path / "scored").glob("*.parquet")
+    table = pq.read_table(path)
+    gaps = [
+        np.abs(np.subtract(*(np.concatenate(part[c].to_pylist()) for c in ("replayed_logprobs", "sampling_logprobs"))))
+        for part in (table[:2], table[2:])
+    ]
+    assert f"mean by training step: 0: {gaps[0].mean():.2e}, 1: {gaps[1].mean():.2e}" in text
+
+
+def no_sampling(table):
+    return replaced(table, "sampling", [None] * len(table), table.schema.field("sampling").type)
+
+
+def text_sampling(table):
+    return replaced(table, "sampling", ["hot"] * len(table))
+
+
+def zero_temperature(table):
+    rows = [row | {"temperature": 0.0} for row in table["sampling"].to_pylist()]
+    return replaced(table, "sampling", rows, table.schema.field("sampling").type)
+
+
+@pytest.mark.parametrize("command", ["inspect", "score", "audit"])
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (no_sampling, "row 0: sampling.temperature is None"),
+        (text_sampling, "`sampling` is of type string"),
+        (zero_temperature, "row 0: sampling.temperature is 0.0"),
+    ],
+)
+def test_traces_without_a_temperature_are_named(
+    captured,
+    tiny_model_path,
+    tmp_path,
+    capsys,
+    command,
+    edit,
+    message,
+):
+    traces = shard_of(captured, tmp_path / "t", edit)
+    rest = () if command == "inspect" else ("--model", tiny_model_path, "--output", tmp_path / "out")
+    code, text = run_cli(capsys, command, "--traces", traces, *rest)
+    assert code == (1 if command == "inspect" else 2) and message in text
+
+
+@pytest.mark.parametrize("command", ["inspect", "score", "audit"])
+def test_an_impossible_logprob_is_named(captured, tiny_model_path, tmp_path, capsys, command):
+    def impossible(table):
+        rows = table["sampling_logprobs"].to_pylist()
+        rows[2][1] = -np.inf
+        return replaced(table, "sampling_logprobs", rows, table.schema.field("sampling_logprobs").type)
+
+    traces = shard_of(captured, tmp_path / "t", impossible)
+    rest = () if command == "inspect" else ("--model", tiny_model_path, "--output", tmp_path / "out")
+    code, text = run_cli(capsys, command, "--traces", traces, *rest)
+    assert code == (1 if command == "inspect" else 2) and "row 2: token 1 has log-prob -inf" in text
+
+
+def test_the_record_of_a_score_says_what_decides_it(captured, tiny_model_path, tmp_path, capsys):
+    assert run_cli(capsys, *score(captured, tiny_model_path, tmp_path / "scored"))[0] == 0
+    held = json.loads((tmp_path / "scored" / "score.json").read_text())
+    assert held == {"traces": str(captured), "model": tiny_model_path, "reference": None, "dtype": "float32"}

@@ -1,0 +1,58 @@
+"""What decided the contents of a folder of shards, kept beside them, so that nothing else is mixed in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class FolderRecordError(ValueError):
+    """A folder that holds the shards of another run than the one that is asked for."""
+
+
+class FolderRecord:
+    """A JSON file with the settings that a folder's shards were made with.
+
+    It is written when the first shard is about to be, not before: a run that failed earlier ties the folder to nothing.
+
+    Args:
+        path: the file, in the folder of the shards.
+        what: what makes the shards, for errors: "capture".
+        settings: those that decide what is in the shards; values of JSON.
+    """
+
+    def __init__(self, path: Path, what: str, settings: Mapping[str, Any]):
+        self._path = path
+        self._what = what
+        self._settings = dict(settings)
+
+    def check(self) -> None:
+        """Raise unless the folder's shards, if there are any, were made with these settings.
+
+        Raises:
+            FolderRecordError: naming the setting with both its values, or the file that is missing.
+        """
+        folder = self._path.parent
+        if not any(folder.glob("*.parquet")):
+            return
+        if not self._path.exists():
+            raise FolderRecordError(
+                f"{folder} holds Parquet files and no {self._path.name}, so a {self._what} cannot go on there. "
+                "Take another --output."
+            )
+        found = json.loads(self._path.read_text(encoding="utf-8"))
+        for name, value in self._settings.items():
+            held = found.get(name)
+            if held != value:
+                raise FolderRecordError(
+                    f"{folder} holds a {self._what} with {name}={held!r}, and this one has {name}={value!r}. "
+                    "Take another --output, or the same settings."
+                )
+
+    def write(self) -> None:
+        """Write the file, in one step."""
+        partial = self._path.with_suffix(".partial")
+        partial.write_text(json.dumps(self._settings, indent=2), encoding="utf-8")
+        partial.replace(self._path)
