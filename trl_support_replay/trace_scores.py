@@ -41,7 +41,8 @@ def load_model(
     except (OSError, ValueError) as error:
         at = f" at revision {revision}" if revision else ""
         raise ScoringModelError(
-            f"{option} {name}{at} cannot be loaded; give a folder with a causal language model or a Hub name. {error}"
+            f"{option} {name}{at} cannot be loaded; give a folder with a causal language model or a Hub name. "
+            f"{str(error).splitlines()[0]}"
         ) from error
     return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 

@@ -119,7 +119,7 @@ def test_options_that_scoring_cannot_follow_are_named(
 ):
     arguments = (command, *score(captured, tiny_model_path, tmp_path / "out")[1:])
     code, text = run_cli(capsys, *arguments, *change)
-    assert code == 2 and message in text and "Traceback" not in text
+    assert code == 2 and message in text and text.count("error: ") == 1
     assert not list(tmp_path.glob("out/*"))
 
 
@@ -192,6 +192,13 @@ def test_traces_without_a_temperature_are_named(
     rest = () if command == "inspect" else ("--model", tiny_model_path, "--output", tmp_path / "out")
     code, text = run_cli(capsys, command, "--traces", traces, *rest)
     assert code == (1 if command == "inspect" else 2) and message in text
+
+
+@pytest.mark.parametrize("command", ["score", "audit"])
+def test_traces_without_a_sampling_column_are_named(captured, tiny_model_path, tmp_path, capsys, command):
+    traces = shard_of(captured, tmp_path / "t", lambda table: table.drop_columns(["sampling"]))
+    code, text = run_cli(capsys, command, "--traces", traces, "--model", tiny_model_path, "--output", tmp_path / "out")
+    assert code == 2 and "has no `sampling` column" in text
 
 
 @pytest.mark.parametrize("command", ["inspect", "score", "audit"])

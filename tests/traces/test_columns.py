@@ -185,7 +185,7 @@ def good():
         (3, np.array([0.5, np.nan, 0.0], np.float32), "token 0 has log-prob 0.5"),
         (3, np.array([np.nan, np.nan, 0.0], np.float32), "token 0 has log-prob nan"),
         (3, np.array([-np.inf, np.nan, 0.0], np.float32), "trace 5: token 0 has log-prob -inf"),
-        (0, np.array([], np.int32), "trace 5: prompt_ids is empty"),
+        (0, np.array([], np.int32), "trace 5 has no prompt .prompt_ids is empty"),
         (0, np.array([3, -2], np.int32), "trace 5: id -2 at position 1 of prompt_ids is negative"),
         (2, np.array([True, True, True]), "1 loss-bearing tokens have no support .first at token 1 of 3"),
         (4, SupportRows.from_ragged([[3, 5], [], [7]]), "row 0|token 0"),
@@ -243,6 +243,8 @@ def test_flipped_bits_in_a_shard_are_found(tmp_path):
     path = ShardFolder(tmp_path).write(traces_to_table([make_trace(rng) for _ in range(50)], **ORIGIN), 0)
     ((_, whole),) = trace_tables(path)
     assert whole.num_rows == 50
+    ((_, narrow),) = trace_tables(path, ["sampling", "not there"])
+    assert narrow.equals(whole.select(["sampling"]))
     chunk = pq.ParquetFile(path).metadata.row_group(0).column(0)
     body = bytearray(path.read_bytes())
     body[chunk.data_page_offset + chunk.total_compressed_size - 3] ^= 1

@@ -224,7 +224,8 @@ def _prompt_ids(args: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> 
         tokenizer: Any = AutoTokenizer.from_pretrained(args.model)
     except (OSError, ValueError) as error:
         raise CommandError(
-            f"--model {args.model} has no tokenizer that can be loaded; give a folder or a Hub name. {error}"
+            f"--model {args.model} has no tokenizer that can be loaded; give a folder or a Hub name. "
+            f"{str(error).splitlines()[0]}"
         ) from error
     prompts = []
     for i, row in enumerate(rows):
@@ -260,5 +261,6 @@ def _generator(args: argparse.Namespace, settings: Any) -> Any:
         return TransformersGenerator(args.model, request, args.dtype)
     except OSError as error:
         raise CommandError(
-            f"--model {args.model} cannot be loaded; give a folder with weights or a Hub name. {error}"
+            f"--model {args.model} cannot be loaded; give a folder with weights or a Hub name. "
+            f"{str(error).splitlines()[0]}"
         ) from error

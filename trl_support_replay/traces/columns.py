@@ -90,9 +90,7 @@ class Trace:
                 f"{where}: {total} tokens of prompt and completion, but {len(self.routes)} rows of routes."
             )
         if not len(self.prompt_ids):
-            raise TraceSchemaError(
-                f"{where}: prompt_ids is empty, so nothing predicts the first token. Drop the trace."
-            )
+            raise TraceSchemaError(f"{where} has no prompt (prompt_ids is empty), so nothing predicts its first token.")
         for name in ("prompt_ids", "completion_ids"):
             ids = getattr(self, name)
             if ids.min(initial=0) < 0:

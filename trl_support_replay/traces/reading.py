@@ -39,7 +39,8 @@ def trace_tables(path: str | os.PathLike[str], columns: Sequence[str] | None = N
         raise TraceSchemaError(f"No traces at {place}: it is neither a Parquet file, a folder of them, nor a dataset.")
     for file in files:
         try:
-            table = pq.read_table(file, columns=columns, page_checksum_verification=True)
+            wanted = None if columns is None else [n for n in pq.read_schema(file).names if n in columns]
+            table = pq.read_table(file, columns=wanted, page_checksum_verification=True)
         except (pa.ArrowInvalid, OSError) as error:
             raise TraceSchemaError(f"{file} is not whole Parquet: {error}") from error
         yield file.name, table
