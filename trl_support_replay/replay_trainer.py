@@ -26,6 +26,7 @@ from .contract import check_contract
 from .engines import engine_builder
 from .environment import check_supported
 from .hub.publishing import PublishesTraces
+from .preflight import check_dataset
 from .rebind import rebound
 from .replay_check import GapStatistics, ReplayGapError, Tolerance, explain
 from .replay_head import ReplayCaller, add_replay_head, recorded_mask
@@ -68,6 +69,8 @@ class ReplayTrainer(PublishesTraces, _TRLTrainer):
         args = self._checked_args(model, args)
         if args.use_vllm and args.vllm_mode == "colocate":
             check_supported("vllm")
+        if kwargs.get("train_dataset") is not None:
+            check_dataset(kwargs["train_dataset"], "train_dataset")
         self.sampling_settings = check_contract(args, _own_generation_config(model, args))
         check_tensor_parallel(model, args)
         self.replays_support = self.sampling_settings.truncates

@@ -3,11 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 
 import trl_support_replay.capture.vllm_engine as vllm_engine
 import trl_support_replay.trainer as trainer_module
 from trl_support_replay.capture.recorder import SupportCaptureError
 from trl_support_replay.collect import collect_samples
+from trl_support_replay.preflight import InputError
 from trl_support_replay.replay_check import ReplayGapError
 from trl_support_replay.traces.support import SupportError, SupportRows
 
@@ -17,6 +19,15 @@ HF = {"use_vllm": False, "top_p": 0.9}
 
 def steps_done(trainer):
     return trainer.state.global_step
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [({"question": ["a"]}, r"train_dataset has no 'prompt' column \(it has: question\)"), ({"prompt": []}, "no rows")],
+)
+def test_a_dataset_without_prompts_is_refused_before_the_model_is_loaded(build, rows, message):
+    with pytest.raises(InputError, match=message):
+        build("no/model", use_vllm=False, top_p=0.9, train_dataset=Dataset.from_dict(rows))
 
 
 def test_a_skipped_weight_sync_is_called_stale(build, vllm, smollm2_path, monkeypatch):
