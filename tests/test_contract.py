@@ -143,6 +143,27 @@ def test_unknown_choices_list_the_known_ones(tmp_path, kwargs):
         config(tmp_path, **kwargs)
 
 
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"replay_tolerance": "0.1"}, "^replay_tolerance='0.1' is not a number"),
+        ({"routes_gap_steps": True}, "^routes_gap_steps=True is not a number"),
+        ({"routes_gap_steps": -1}, "^routes_gap_steps=-1 is a number of optimizer steps; 0 is never"),
+        ({"support_mass_floor": "half"}, "^support_mass_floor='half' is not a number"),
+        ({"vllm_engine_kwargs": "{eager"}, "^vllm_engine_kwargs='{eager' is not JSON: "),
+        ({"vllm_engine_kwargs": "[1]"}, "^vllm_engine_kwargs='.1.' is not a JSON object"),
+    ],
+)
+def test_values_of_another_kind_are_named(tmp_path, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, **kwargs)
+
+
+def test_engine_arguments_may_be_json(tmp_path):
+    kwargs = {"enforce_eager": True}
+    assert config(tmp_path, vllm_engine_kwargs='{"enforce_eager": true}').vllm_engine_kwargs == kwargs
+
+
 def test_a_tolerance_of_zero_points_to_the_switch(tmp_path):
     with pytest.raises(ValueError, match="replay_check='off'"):
         config(tmp_path, replay_tolerance=0.0)

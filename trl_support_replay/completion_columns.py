@@ -32,4 +32,5 @@ def _row(sample: Trace) -> tuple[float | None, ...]:
         return (None,) * len(_NAMES)
     sizes = sample.supports.sizes[on]
     logprob = float(np.mean(sample.sampling_logprobs[on]))
-    return float(sizes.mean()), float(sizes.max()), float(np.mean(sizes == 1)), logprob
+    # Rounded for a table that people read.
+    return round(float(sizes.mean()), 2), float(sizes.max()), round(float(np.mean(sizes == 1)), 3), round(logprob, 4)

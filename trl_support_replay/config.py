@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ _CHOICES = {
     "routes_missing": ("error", "live"),
     "weight_sync": ("nccl", "filesystem"),
 }
+_NUMBERS = ("replay_tolerance", "support_mass_floor", "routes_gap_steps", "vllm_server_request_timeout")
 
 
 @dataclass
@@ -204,7 +206,13 @@ class ReplayConfig(_TRLConfig):
     )
 
     def __post_init__(self):
+        if isinstance(self.vllm_engine_kwargs, str):
+            self.vllm_engine_kwargs = _mapping("vllm_engine_kwargs", self.vllm_engine_kwargs)
         super().__post_init__()
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float | None):
+                raise ValueError(f"{name}={value!r} is not a number.")
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
@@ -214,6 +222,8 @@ class ReplayConfig(_TRLConfig):
                 f"replay_tolerance={self.replay_tolerance!r} must be positive (nats). To switch the check off, set "
                 "replay_check='off'."
             )
+        if self.routes_gap_steps < 0:
+            raise ValueError(f"routes_gap_steps={self.routes_gap_steps!r} is a number of optimizer steps; 0 is never.")
         if not 0 <= self.support_mass_floor <= 1:
             raise ValueError(f"support_mass_floor={self.support_mass_floor!r} is a mean mass, between 0 and 1.")
         if not self.vllm_server_request_timeout > 0:
@@ -245,6 +255,17 @@ class ReplayConfig(_TRLConfig):
                 f"weight_sync='filesystem' with weight_sync_dir={self.weight_sync_dir!r}: set it to the folder that "
                 "the servers were given as --weights-dir."
             )
+
+
+def _mapping(name: str, text: str) -> dict[str, Any]:
+    """The JSON object that a setting holds as text."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{name}={text!r} is not JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{name}={text!r} is not a JSON object, as '{{\"enforce_eager\": true}}' is one.")
+    return value
 
 
 @dataclass

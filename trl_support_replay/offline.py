@@ -130,9 +130,11 @@ def _check_sampling(table: pa.Table, args: Any) -> None:
     }
     found = {tuple(float(row[name] or 0.0) for name in asked) for row in table["sampling"].to_pylist()}
     for values in found:
-        for (name, value), recorded in zip(asked.items(), values, strict=True):
-            if recorded != value:
-                raise TraceSchemaError(
-                    f"The traces were sampled with {name}={recorded:g}, and the configuration has {name}={value:g}. "
-                    f"Scoring them as they were drawn needs the same settings: set {name}={recorded:g}."
-                )
+        recorded = dict(zip(asked, values, strict=True))
+        differ = [name for name in asked if recorded[name] != asked[name]]
+        if differ:
+            drawn, set_to = (", ".join(f"{name}={v[name]:g}" for name in differ) for v in (recorded, asked))
+            raise TraceSchemaError(
+                f"The traces were sampled with {drawn}, and the configuration has {set_to}. Scoring them as they were "
+                f"drawn needs the same settings: set {drawn}."
+            )

@@ -49,6 +49,22 @@ logger = logging.getLogger(__name__)
 SAMPLES = "support_samples"
 """The batch's list of `Trace`, which TRL shuffles and splits with its tensors."""
 
+SHARED_SEAM: dict[str, tuple[str, ...]] = {
+    "_generate": ("prompts",),
+    "_generate_and_score_completions": ("inputs",),
+    "_compute_loss": ("model", "inputs"),
+    "_get_per_token_logps_and_entropies": (
+        "model",
+        "input_ids",
+        "attention_mask",
+        "logits_to_keep",
+        "batch_size",
+        "compute_entropy",
+        "compute_aux_loss",
+    ),
+}
+"""Private methods of TRL's trainers that are overridden alike in all of them, with their parameters."""
+
 
 class ReplayTrainer(PublishesTraces, _TRLTrainer):
     """Mixed into a trainer of TRL in front of it: `class Replaying(ReplayTrainer, trl.SomeTrainer)`.

@@ -14,27 +14,10 @@ from .config import SupportReplayRLOOConfig
 from .environment import check_seam
 from .offline import is_trace_dataset
 from .rebind import rebound
-from .replay_trainer import SAMPLES, ReplayTrainer
+from .replay_trainer import SAMPLES, SHARED_SEAM, ReplayTrainer
 from .traces.columns import TraceSchemaError
 
-check_seam(
-    RLOOTrainer,
-    {
-        "_generate_single_turn": ("prompt_ids", "images", "multimodal_fields"),
-        "_generate": ("prompts",),
-        "_generate_and_score_completions": ("inputs",),
-        "_compute_loss": ("model", "inputs"),
-        "_get_per_token_logps_and_entropies": (
-            "model",
-            "input_ids",
-            "attention_mask",
-            "logits_to_keep",
-            "batch_size",
-            "compute_entropy",
-            "compute_aux_loss",
-        ),
-    },
-)
+check_seam(RLOOTrainer, SHARED_SEAM | {"_generate_single_turn": ("prompt_ids", "images", "multimodal_fields")})
 
 
 class SupportReplayRLOOTrainer(ReplayTrainer, RLOOTrainer):

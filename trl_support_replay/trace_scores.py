@@ -32,8 +32,15 @@ def load_model(
         revision: of a Hub name.
 
     Raises:
-        ScoringModelError: there is no such model, or no such revision of it.
+        ScoringModelError: there is no such model, no such revision of it, or no such device.
     """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ScoringModelError(
+            f"device={device!r} is not to be had here: {str(error).splitlines()[0]} Name another one, as cpu or cuda:0."
+        ) from error
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(
             name, revision=revision or "main", dtype=getattr(torch, dtype)
@@ -44,7 +51,7 @@ def load_model(
             f"{option} {name}{at} cannot be loaded; give a folder with a causal language model or a Hub name. "
             f"{str(error).splitlines()[0]}"
         ) from error
-    return model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return model.to(device)
 
 
 def check_vocabulary(traces: Sequence[Trace], model: PreTrainedModel, option: str) -> None:

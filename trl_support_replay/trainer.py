@@ -9,6 +9,7 @@ methods.
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any
 
 import torch
@@ -19,26 +20,10 @@ from .collect import ROLLOUT_KEY, ROUTES_KEY, collect_samples
 from .config import SupportReplayGRPOConfig
 from .environment import check_seam
 from .offline import GROUP_COLUMN, OfflineTraces, is_trace_dataset
-from .replay_trainer import SAMPLES, ReplayTrainer
+from .replay_trainer import SAMPLES, SHARED_SEAM, ReplayTrainer
 
-check_seam(
-    GRPOTrainer,
-    {
-        "_generate_single_turn": ("prompt_ids", "images", "multimodal_fields", "num_generations", "has_tool_images"),
-        "_generate": ("prompts",),
-        "_generate_and_score_completions": ("inputs",),
-        "_compute_loss": ("model", "inputs"),
-        "_get_per_token_logps_and_entropies": (
-            "model",
-            "input_ids",
-            "attention_mask",
-            "logits_to_keep",
-            "batch_size",
-            "compute_entropy",
-            "compute_aux_loss",
-        ),
-    },
-)
+_TURN = ("prompt_ids", "images", "multimodal_fields", "num_generations", "has_tool_images")
+check_seam(GRPOTrainer, SHARED_SEAM | {"_generate_single_turn": _TURN})
 
 
 class SupportReplayGRPOTrainer(ReplayTrainer, GRPOTrainer):
@@ -78,7 +63,11 @@ class SupportReplayGRPOTrainer(ReplayTrainer, GRPOTrainer):
             self._offline = OfflineTraces(kwargs["train_dataset"], args)
             kwargs |= {"train_dataset": self._offline.prompts(), "rollout_func": self._offline.rollout}
             reward_funcs = reward_funcs if reward_funcs is not None else self._offline.reward_func()
-        super().__init__(model, reward_funcs, args, **kwargs)
+        with warnings.catch_warnings():
+            if self._offline is not None:
+                # The rollout function is not the user's, who can do nothing about its being experimental.
+                warnings.filterwarnings("ignore", message="You are using 'rollout_func'")
+            super().__init__(model, reward_funcs, args, **kwargs)
         self._sampled_elsewhere = self._offline is not None
 
     def _entropy_in_loss(self) -> bool:

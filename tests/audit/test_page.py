@@ -166,6 +166,13 @@ def test_traces_are_chosen_evenly(saved):
     assert len(load_traces(saved, 100).traces) == 12
 
 
+def test_one_step_can_be_chosen(saved):
+    chosen = load_traces(saved, 100, step=1)
+    assert len(chosen.traces) == chosen.num_saved == 4 and set(chosen.steps.tolist()) == {1}
+    with pytest.raises(TraceSchemaError, match="has no traces of step 7; it has steps 0 to 2"):
+        load_traces(saved, 100, step=7)
+
+
 def test_several_temperatures_are_refused(dense, tmp_path, capsys):
     save(sample(dense, num=4), tmp_path)
     save(replace(sample(dense, num=4), steps=np.array([7] * 4)), tmp_path, temperature=0.5)

@@ -96,6 +96,10 @@ def test_inspect_of_nothing_and_of_torn_files(tmp_path, capsys):
         (("--engine", "vllm"), "without top_k nothing bounds the support"),
         (("--dataset", "missing.jsonl"), "cannot be read"),
         (("--seed", 5), "holds a capture with seed=0, and this one has seed=5"),
+        (
+            ("--seed", 5, "--top_k", 7),
+            "holds a capture with top_k=0, seed=0, and this one has top_k=7, seed=5. Take another",
+        ),
     ],
 )
 def test_capture_refuses_in_one_line(captured, tiny_model_path, prompts, capsys, change, message):
@@ -121,6 +125,8 @@ def test_a_dataset_without_prompts_is_named(tiny_model_path, tmp_path, capsys):
         (("--top_p", 1.5), "--top_p: 1.5 is not a probability above 0 and up to 1"),
         (("--top_p", "nan"), "--top_p: nan is not a probability"),
         (("--min_p", 1), "--min_p: 1 is not a probability"),
+        (("--engine_kwargs", "[1]"), "--engine_kwargs: [1] is not a JSON object, as"),
+        (("--engine_kwargs", "{eager"), "--engine_kwargs: {eager is not JSON: Expecting property name"),
         (("--dtype", "float99"), "--dtype: invalid choice: 'float99' (choose from"),
         (("--model", "no/such/folder"), "--model no/such/folder has no tokenizer that can be loaded"),
         (("--output", __file__), f"--output {__file__} is not a folder that can be written (File exists)"),

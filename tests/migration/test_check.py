@@ -114,10 +114,34 @@ def test_every_refusal_is_named_not_only_the_first(write, capsys):
 def test_what_today_does_and_what_to_change(write, capsys):
     assert main(["check", str(write("train.py", SCRIPT)), "--kept-mass", "0.9", "--length", "200"]) == 1
     text = capsys.readouterr().out
-    assert "0.9^200 = 7.06e-10" in text and "top_p=0.9 keeps at least 0.9" in text
+    assert "0.9^200 = 7.06e-10" in text and "top_p=0.9 keeps at least 0.9 of what top_k=20 leaves" in text
     assert "not read: learning_rate=rate()" in text
     assert "becomes: from trl_support_replay import SupportReplayGRPOConfig as Config, SupportReplay" in text
     assert "train.py:11: nothing is truncated" in text
+
+
+MOVED = """
+    from trl_support_replay import SupportReplayGRPOConfig as GRPOConfig, SupportReplayGRPOTrainer as GRPOTrainer
+    args = GRPOConfig("out", use_vllm=True, top_p=0.95, top_k=20)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("train.py", MOVED), ("run.sh", "trl-support-replay grpo --use_vllm true --top_p 0.95 --top_k 20\n")],
+)
+def test_who_has_moved_over_has_nothing_to_change(write, capsys, name, text):
+    assert main(["check", str(write(name, text))]) == 0
+    text = capsys.readouterr().out
+    assert "with TRL's own trainer, with 0.95 of the mass kept" in text and "0.9 of the mass" not in text
+    assert not any(word in text for word in ("today", "becomes", "in the place of"))
+
+
+def test_a_bound_that_is_missing_is_not_made_up(write, capsys):
+    assert main(["check", str(write("a.yaml", "use_vllm: true\ntop_p: 0.95"))]) == 1
+    text = capsys.readouterr().out
+    assert "a.yaml: top_p=0.95 would be replayed, but for what is refused." in text
+    assert "top_p=0.95 keeps at least 0.95 of it." in text and "with 0.9 of" not in text
 
 
 @pytest.mark.parametrize(

@@ -77,9 +77,12 @@ def test_impossible_supports_are_refused(rows, sampled, message):
         ([1, 2, 3], [1, 2, 3], "run from 1 to 3"),
         ([1, 2, 3], [0, 2, 1, 3], "fall from 2 to 1 at row 1"),
         ([[1, 2, 3]], [0, 3], r"not shapes \(1, 3\)"),
+        ([1.0, 2.5], [0, 2], "token_ids has the data type float64; integers are needed"),
+        ([1, 2], [0.0, 2.0], "offsets has the data type float64; integers are needed"),
+        ([True, False], [0, 2], "token_ids has the data type bool; integers are needed"),
     ],
 )
-def test_offsets_that_are_no_rows_are_refused(ids, offsets, message):
+def test_arrays_that_are_no_rows_are_refused(ids, offsets, message):
     with pytest.raises(ValueError, match=message):
         SupportCSR.from_numpy(np.array(ids), np.array(offsets))
 

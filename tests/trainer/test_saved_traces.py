@@ -124,6 +124,11 @@ def test_training_on_saved_traces_equals_training_while_sampling(build, tiny_mod
     assert moved > 1e-6
 
 
+@pytest.mark.filterwarnings("error:You are using 'rollout_func'")
+def test_no_warning_speaks_of_what_the_user_did_not_set(build, tiny_model_path, saved):
+    build(tiny_model_path, **HF, train_dataset=load(saved), reward_funcs=None)
+
+
 def test_the_old_policy_is_the_one_that_sampled(build, tiny_model_path, saved):
     trainer = build(tiny_model_path, **HF, train_dataset=load(saved), reward_funcs=None, max_steps=4, num_iterations=2)
     with torch.no_grad():
@@ -164,6 +169,10 @@ def test_routes_are_trained_through_offline(build, moe_path, tmp_path):  # noqa:
     ("settings", "message"),
     [
         ({"temperature": 0.7}, "sampled with temperature=1, and the configuration has temperature=0.7"),
+        (
+            {"temperature": 0.7, "min_p": 0.1},
+            "with temperature=1, min_p=0, and the configuration has temperature=0.7, min_p=0.1",
+        ),
         ({"top_p": 0.8}, "set top_p=0.9"),
         ({"num_generations": 8, "per_device_train_batch_size": 8}, "num_generations=8, but no prompt .* than 4"),
     ],

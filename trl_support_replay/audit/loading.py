@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..traces.columns import Trace, TraceSchemaError, table_to_traces
+from ..traces.columns import Trace, TraceSchemaError, sampling_temperatures, table_to_traces
 from ..traces.reading import trace_tables
 
 ORIGINS = ("model", "model_revision", "sampling", "engine")
@@ -35,35 +35,46 @@ class AuditTraces:
     num_saved: int = 0
 
 
-def load_traces(path: str | os.PathLike[str], limit: int) -> AuditTraces:
+def load_traces(path: str | os.PathLike[str], limit: int, step: int | None = None) -> AuditTraces:
     """At most `2 * limit - 1` and at least `min(limit, all)` traces of a folder, file or dataset, evenly spaced.
 
     Every `k`-th trace is kept, `k` the power of two that leaves fewer than `2 * limit`; one shard is in memory at a
     time.
 
+    Args:
+        path: folder of shards, Parquet file, or dataset saved to disk.
+        limit: see above.
+        step: only traces of this training step, or of the shard with this number where there is no `step` column.
+
     Raises:
-        TraceSchemaError: nothing there, no `sampling` column, several temperatures, or a broken trace.
+        TraceSchemaError: nothing there, or nothing of that step; no `sampling` column, several temperatures, or a
+            broken trace.
     """
     kept: list[tuple[Trace, int]] = []
     seen, stride = 0, 1
     origins: dict[str, set[str]] = {name: set() for name in ORIGINS}
     temperatures: set[float] = set()
+    steps: set[int] = set()
     for shard, (name, table) in enumerate(trace_tables(path)):
-        if "sampling" not in table.column_names:
-            raise TraceSchemaError(f"{name} has no `sampling` column, so the traces' temperature is unknown.")
-        temperatures |= {float(row["temperature"]) for row in table["sampling"].to_pylist()}
+        temperatures |= sampling_temperatures(table, name)
         for column in ORIGINS:
             if column in table.column_names:
                 origins[column] |= {_text(value) for value in table[column].to_pylist() if value is not None}
         for i, trace in enumerate(table_to_traces(table)):
+            sampled_in = int(trace.extra.get("step", shard))
+            steps.add(sampled_in)
+            if step not in (None, sampled_in):
+                continue
             if seen % stride == 0:
                 trace.check(f"{name}, row {i}")
-                kept.append((trace, int(trace.extra.get("step", shard))))
+                kept.append((trace, sampled_in))
             seen += 1
             if len(kept) == 2 * limit:
                 kept, stride = kept[::2], 2 * stride
     if len(temperatures) > 1:
         raise TraceSchemaError(f"The traces mix the temperatures {sorted(temperatures)}; audit them apart.")
+    if not kept and steps:
+        raise TraceSchemaError(f"{path} has no traces of step {step}; it has steps {min(steps)} to {max(steps)}.")
     if not kept:
         raise TraceSchemaError(f"No traces in {path}.")
     return AuditTraces(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +46,13 @@ class Audit:
 
 
 def audit_traces(
-    source: AuditTraces, model: Any, sampler: Any = None, *, batch_size: int = 8, tolerance: float = ROUNDING
+    source: AuditTraces,
+    model: Any,
+    sampler: Any = None,
+    *,
+    batch_size: int = 8,
+    tolerance: float = ROUNDING,
+    track: Callable[[Sequence[int]], Iterable[int]] = iter,
 ) -> Audit:
     """Score traces under a model and say where the gap to the recorded log-probs comes from.
 
@@ -55,13 +62,15 @@ def audit_traces(
         sampler: the model with the weights that sampled, where it is at hand; it tells stale weights from the rest.
         batch_size: traces a forward.
         tolerance: largest gap in nats that counts as rounding.
+        track: wraps the batches of each pass, to show how far it is; there are more passes where more is to be told
+            apart.
 
     Raises:
         UnreplayableRouterError: traces with routes for a model whose routing cannot be replayed.
     """
     tokens = RecordedTokens.of(source.traces)
     has_routes = bool(source.traces) and all(trace.routes is not None for trace in source.traces)
-    scorer = TokenScorer(model, source.temperature, batch_size)
+    scorer = TokenScorer(model, source.temperature, batch_size, track)
     live = scorer.score(tokens)
     replayed = scorer.score(tokens, replay_routes=True) if has_routes else live
     sampled = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -86,18 +86,26 @@ class TokenScorer:
         model: a `PreTrainedModel`, or one with adapters of PEFT. Not sharded.
         temperature: the sampler's.
         batch_size: traces a forward.
+        track: wraps the batches of a pass, to show how far it is.
     """
 
-    def __init__(self, model: Any, temperature: float, batch_size: int = 8):
+    def __init__(
+        self,
+        model: Any,
+        temperature: float,
+        batch_size: int = 8,
+        track: Callable[[Sequence[int]], Iterable[int]] = iter,
+    ):
         self.model = model
         self._causal = model.get_base_model() if hasattr(model, "peft_config") else model
         self._temperature = temperature
         self._batch_size = batch_size
+        self._track = track
         self._replay: RouterReplay | None = None
 
     def like(self, model: Any) -> TokenScorer:
         """A scorer of another model, otherwise the same."""
-        return TokenScorer(model, self._temperature, self._batch_size)
+        return TokenScorer(model, self._temperature, self._batch_size, self._track)
 
     @torch.no_grad()
     def score(self, tokens: RecordedTokens, replay_routes: bool = False) -> TokenScores:
@@ -109,7 +117,7 @@ class TokenScorer:
         # Traces of like length share a batch, so that little is padded.
         order = sorted(np.flatnonzero(counts), key=lambda b: len(tokens.traces[b].completion_ids))
         with _evaluating(self.model):
-            for start in range(0, len(order), self._batch_size):
+            for start in self._track(range(0, len(order), self._batch_size)):
                 chosen = order[start : start + self._batch_size]
                 scores, agreement = self._forward(tokens, chosen, replay_routes)
                 agreements.append(agreement)

@@ -11,17 +11,16 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .capture import DTYPES, positive
+from ._arguments import above_zero, add_scoring_options, command_parser, positive
 
 
 def main(argv: Sequence[str]) -> int:
     """Write the report and print its table; 1 when there is a fault."""
-    parser = argparse.ArgumentParser(
-        prog="trl-support-replay audit",
-        description=__doc__,
-        epilog="example: trl-support-replay audit --traces runs/traces --model runs/checkpoint-100 \\\n"
+    parser = command_parser(
+        "audit",
+        __doc__,
+        "trl-support-replay audit --traces runs/traces --model runs/checkpoint-100 \\\n"
         "    --sampler Qwen/Qwen3-0.6B --output runs/audit",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--traces", required=True, help="folder of shards, Parquet file, or dataset saved to disk")
     parser.add_argument("--model", required=True, help="model whose training is looked at: a folder or a Hub name")
@@ -29,22 +28,24 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--sampler", help="model with the weights that sampled, to tell stale weights from the rest")
     parser.add_argument("--sampler_revision", help="revision of --sampler; alone: of --model")
     parser.add_argument("--output", required=True, help="folder for audit.json and audit.html")
+    parser.add_argument("--step", type=int, help="only traces of this training step (or, without a step, shard)")
     parser.add_argument("--limit", type=positive, default=256, help="traces, evenly spaced (default: %(default)s)")
     parser.add_argument(
         "--samples", type=positive, default=64, help="most samples in the token view (default: %(default)s)"
     )
-    parser.add_argument("--page_mb", type=float, default=1.8, help="size of the report, at most (default: %(default)s)")
-    parser.add_argument("--tolerance", type=float, default=1e-4, help="nats that are rounding (default: %(default)s)")
-    parser.add_argument("--batch_size", type=positive, default=8, help="traces a forward (default: %(default)s)")
     parser.add_argument(
-        "--dtype", choices=DTYPES, default="float32", help="data type of the models (default: %(default)s)"
+        "--page_mb", type=above_zero, default=1.8, help="size of the report, at most (default: %(default)s)"
     )
-    parser.add_argument("--device", help="device of the models (default: the GPU when there is one, else the CPU)")
+    parser.add_argument(
+        "--tolerance", type=above_zero, default=1e-4, help="nats that are rounding (default: %(default)s)"
+    )
+    add_scoring_options(parser)
     args = parser.parse_args(argv)
 
     import json
 
     from rich.console import Console
+    from rich.progress import track
 
     from ..audit import audit_traces, load_traces
     from ..audit.page import render_page
@@ -52,21 +53,24 @@ def main(argv: Sequence[str]) -> int:
     from ..audit.table import print_report
     from ..audit.token_view import add_samples
     from ..trace_scores import check_vocabulary
-    from ..traces.columns import sampling_temperatures
-    from ..traces.reading import trace_tables
     from ..traces.shards import ShardFolder
 
     output = ShardFolder(args.output, "--output").path
-    for name, table in trace_tables(args.traces, ["sampling"]):
-        sampling_temperatures(table, name)
-    source = load_traces(args.traces, args.limit)
+    source = load_traces(args.traces, args.limit, args.step)
     model = _load("--model", args.model, args.revision, args)
     check_vocabulary(source.traces, model, "--model")
     sampler_name = args.sampler or (args.model if args.sampler_revision else None)
     sampler = _load("--sampler", sampler_name, args.sampler_revision, args) if sampler_name else None
     if sampler is not None:
         check_vocabulary(source.traces, sampler, "--sampler")
-    audit = audit_traces(source, model, sampler, batch_size=args.batch_size, tolerance=args.tolerance)
+    audit = audit_traces(
+        source,
+        model,
+        sampler,
+        batch_size=args.batch_size,
+        tolerance=args.tolerance,
+        track=lambda batches: track(batches, "scoring traces", console=Console(stderr=True), transient=True),
+    )
     report = build_report(
         audit,
         model=_named(args.model, args.revision),

@@ -9,62 +9,23 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..cli import CommandError
+from ._arguments import DTYPES, command_parser, json_object, min_p, positive, temperature, top_p
 
-DTYPES = ("float32", "bfloat16", "float16")
 _ENGINES = ("transformers", "vllm", "vllm-server", "sglang")
-
-
-def positive(text: str) -> int:
-    """A whole number above 0, as the type of an option."""
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of 1 or more")
-    return int(text)
-
-
-def _temperature(text: str) -> float:
-    value = _number(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(
-            f"{text} is not a number above 0; 1 leaves the model's probabilities as they are"
-        )
-    return value
-
-
-def _top_p(text: str) -> float:
-    value = _number(text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a probability above 0 and up to 1; 1 is off")
-    return value
-
-
-def _min_p(text: str) -> float:
-    value = _number(text)
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a probability from 0 and below 1; 0 is off")
-    return value
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text} is not a number") from None
 
 
 def main(argv: Sequence[str]) -> int:
     """Write one shard of traces a batch of prompts."""
-    parser = argparse.ArgumentParser(
-        prog="trl-support-replay capture",
-        description=__doc__,
-        epilog="example: trl-support-replay capture --model Qwen/Qwen3-0.6B --dataset trl-lib/DeepMath-103K \\\n"
+    parser = command_parser(
+        "capture",
+        __doc__,
+        "trl-support-replay capture --model Qwen/Qwen3-0.6B --dataset trl-lib/DeepMath-103K \\\n"
         "    --engine vllm --top_k 20 --top_p 0.95 --num_generations 8 --output runs/traces",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", required=True, help="model to sample from: a folder or a Hub name")
     parser.add_argument(
@@ -87,17 +48,17 @@ def main(argv: Sequence[str]) -> int:
         "--num_generations", type=positive, default=1, help="completions a prompt (default: %(default)s)"
     )
     parser.add_argument("--max_tokens", type=positive, default=256, help="longest completion (default: %(default)s)")
-    parser.add_argument("--temperature", type=_temperature, default=1.0, help="(default: %(default)s)")
-    parser.add_argument("--top_p", type=_top_p, default=1.0, help="1 is off (default: %(default)s)")
+    parser.add_argument("--temperature", type=temperature, default=1.0, help="(default: %(default)s)")
+    parser.add_argument("--top_p", type=top_p, default=1.0, help="1 is off (default: %(default)s)")
     parser.add_argument("--top_k", type=int, default=0, help="0 is off; vLLM needs one (default: %(default)s)")
-    parser.add_argument("--min_p", type=_min_p, default=0.0, help="0 is off (default: %(default)s)")
+    parser.add_argument("--min_p", type=min_p, default=0.0, help="0 is off (default: %(default)s)")
     parser.add_argument("--batch_size", type=positive, default=8, help="prompts a shard (default: %(default)s)")
     parser.add_argument("--limit", type=positive, help="only the first so many prompts")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     parser.add_argument(
         "--dtype", choices=DTYPES, default="float32", help="data type of the model (default: %(default)s)"
     )
-    parser.add_argument("--engine_kwargs", type=json.loads, default={}, help="JSON with further arguments of vllm.LLM")
+    parser.add_argument("--engine_kwargs", type=json_object, default={}, help="JSON with further arguments of vllm.LLM")
     args = parser.parse_args(argv)
     if (args.engine in ("vllm-server", "sglang")) != bool(args.server_url):
         raise CommandError(

@@ -5,40 +5,30 @@ Nothing in the file is run. Ends with exit status 1 when a setting would be refu
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..cli import CommandError
+from ._arguments import command_parser, positive, top_p
 
 _MASSES = (0.9, 0.95, 0.99)
 
 
 def main(argv: Sequence[str]) -> int:
     """Print a verdict for each configuration in the file; 1 when something would be refused."""
-    parser = argparse.ArgumentParser(
-        prog="trl-support-replay check",
-        description=__doc__,
-        epilog="example: trl-support-replay check train.py --kept-mass 0.9 --length 200",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("check", __doc__, "trl-support-replay check train.py --kept-mass 0.9 --length 200")
     parser.add_argument("file", type=Path, help="Python script, YAML for --config, or shell script with `trl grpo`")
     parser.add_argument(
         "--kept-mass",
-        type=float,
+        "--kept_mass",
+        type=top_p,
         nargs="+",
         metavar="MASS",
         help="probability that truncation keeps, a token: what today's ratios are off by is computed for each "
         f"(default: {' '.join(map(str, _MASSES))})",
     )
-    parser.add_argument("--length", type=int, help="tokens of a completion (default: max_completion_length)")
+    parser.add_argument("--length", type=positive, help="tokens of a completion (default: max_completion_length)")
     args = parser.parse_args(argv)
-    for mass in args.kept_mass or ():
-        if not 0 < mass <= 1:
-            raise CommandError(f"--kept-mass {mass:g} is not a probability in (0, 1].")
-    if args.length is not None and args.length < 1:
-        raise CommandError(f"--length {args.length} is not a number of tokens.")
 
     from ..migration.reading import read_settings
     from ..migration.verdict import judge
@@ -54,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
             print(f"  not read: {name}={text}, which only a run would tell")
         if verdict.sampling.truncates:
             length = args.length or found.values.get("max_completion_length") or 512
-            for line in _today(verdict, args.kept_mass or _MASSES, length):
+            for line in _ratios(verdict, _masses(args.kept_mass, verdict.sampling.top_p), length, found.moved):
                 print(f"  {line}")
             for line in _changes(found):
                 print(f"  {line}")
@@ -69,26 +59,35 @@ def _summary(verdict: Any) -> str:
     return f"{verdict.sampling} would be replayed."
 
 
-def _today(verdict: Any, masses: Sequence[float], length: int) -> list[str]:
+def _masses(asked: Sequence[float] | None, top_p: float) -> Sequence[float]:
+    """What was asked for; else what `top_p` leaves, and what is usual above it."""
+    if asked:
+        return asked
+    return ([top_p] if top_p < 1 else []) + [mass for mass in _MASSES if top_p == 1 or mass > top_p]
+
+
+def _ratios(verdict: Any, masses: Sequence[float], length: int, moved: bool) -> list[str]:
+    """What the importance ratios are off by, now or, in a script that has moved over, without this package."""
     from ..migration.verdict import sequence_factor
 
+    when = "with TRL's own trainer" if moved else "today"
     if verdict.corrects is None:
         return [
-            "today: no ratio of policy to sampler is taken; log-probs run over the whole vocabulary, and not over the "
-            "support that was sampled from."
+            f"{when}: no ratio of policy to sampler is taken; log-probs run over the whole vocabulary, and not over "
+            "the support that was sampled from."
         ]
-    lines = []
-    if verdict.sampling.top_p < 1:
-        lines.append(
-            f"top_p={verdict.sampling.top_p:g} keeps at least {verdict.sampling.top_p:g} of each token's mass."
-        )
+    lines, sampling = [], verdict.sampling
+    if sampling.top_p < 1:
+        # Engines cut by top_k first, and take the nucleus of what is left.
+        whole = f"what top_k={sampling.top_k} leaves of it" if sampling.top_k > 0 else "it"
+        lines.append(f"a token's mass: top_p={sampling.top_p:g} keeps at least {sampling.top_p:g} of {whole}.")
     for mass in masses:
         if verdict.corrects == "token":
-            lines.append(f"today, with {mass:g} of the mass kept: each token's ratio is multiplied by {mass:g}.")
+            lines.append(f"{when}, with {mass:g} of the mass kept: each token's ratio is multiplied by {mass:g}.")
         else:
             factor = sequence_factor(mass, length)
             lines.append(
-                f"today, with {mass:g} of the mass kept: the ratio of a sequence of {length} tokens is multiplied by "
+                f"{when}, with {mass:g} of the mass kept: the ratio of a sequence of {length} tokens is multiplied by "
                 f"{mass:g}^{length} = {factor:.3g}."
             )
     return lines
@@ -99,9 +98,8 @@ def _changes(found: Any) -> list[str]:
 
     lines = []
     for line, text in found.imports:
-        if not text.startswith("from trl_support_replay"):
-            lines += [f"line {line}: {text}", f"becomes: {replaced_import(text)}"]
-    if not found.imports:
+        lines += [f"line {line}: {text}", f"becomes: {replaced_import(text)}"]
+    if not (found.imports or found.moved):
         lines.append("run it with `trl-support-replay grpo` in the place of `trl grpo`.")
     if found.values.get("use_vllm") and found.values.get("vllm_mode") == "server":
         lines.append("start the server with `trl-support-replay vllm-serve MODEL`, which carries supports.")

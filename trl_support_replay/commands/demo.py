@@ -6,24 +6,20 @@ then with stock TRL, the same steps on the same prompts. Ends with a table, a pi
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
+
+from ._arguments import command_parser, positive
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the demo; 130 when it was interrupted, with what was measured until then."""
-    parser = argparse.ArgumentParser(
-        prog="trl-support-replay demo",
-        description=__doc__,
-        epilog="example: trl-support-replay demo --steps 3",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command_parser("demo", __doc__, "trl-support-replay demo --steps 3")
+    parser.add_argument(
+        "--steps", type=positive, default=20, help="optimizer steps of each variant (default: %(default)s)"
     )
-    parser.add_argument("--steps", type=int, default=20, help="optimizer steps of each variant (default: %(default)s)")
     parser.add_argument("--output", default="runs/demo", help="folder for the results (default: %(default)s)")
     parser.add_argument("--models", default="models", help="folder for the model (default: %(default)s)")
     args = parser.parse_args(argv)
-    if args.steps < 1:
-        parser.error(f"--steps {args.steps}: at least one optimizer step is needed")
 
     from ..demo.run import run_demo
 

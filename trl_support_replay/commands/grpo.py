@@ -64,10 +64,11 @@ def train(argv: Sequence[str]) -> int:
         trainer = _build_trainer(script_args, training_args, model_args, mixture)
     from ..callbacks import StopOnInterrupt
 
+    echo = trainer.accelerator.print
+    echo(_what_is_replayed(trainer))
     with StopOnInterrupt() as interrupt:
         trainer.add_callback(interrupt)
         trainer.train(resume_from_checkpoint=_checkpoint(training_args.resume_from_checkpoint))
-    echo = trainer.accelerator.print
     if interrupt.requested:
         echo(f"Stopped at step {trainer.state.global_step}. Checkpoint: {interrupt.checkpoint}. Go on from there with")
         echo("--resume_from_checkpoint true.")
@@ -144,6 +145,14 @@ def _build_trainer(script_args: Any, training_args: Any, model_args: Any, mixtur
         tools=tools,
         callbacks=[MetricsFile()],
     )
+
+
+def _what_is_replayed(trainer: Any) -> str:
+    replayed = [f"the supports of {trainer.sampling_settings}"] if trainer.replays_support else []
+    replayed += ["routed experts"] if trainer.replays_routes else []
+    if not replayed:
+        return "Nothing is truncated (top_k, top_p, min_p), so there is nothing to replay: this is stock GRPO."
+    return f"Replaying {' and '.join(replayed)}."
 
 
 def _checkpoint(value: str | None) -> str | bool | None:

@@ -5,22 +5,18 @@ Exits with 1 when a trace breaks an invariant, naming file, row and token.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
 import numpy as np
 
+from ._arguments import command_parser, positive
+
 
 def main(argv: Sequence[str]) -> int:
     """Print what the traces hold; 1 when something is wrong with them."""
-    parser = argparse.ArgumentParser(
-        prog="trl-support-replay inspect",
-        description=__doc__,
-        epilog="example: trl-support-replay inspect --traces runs/traces",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("inspect", __doc__, "trl-support-replay inspect --traces runs/traces")
     parser.add_argument("--traces", required=True, help="folder of shards, Parquet file, or dataset saved to disk")
-    parser.add_argument("--problems", type=int, default=5, help="how many problems to list (default: %(default)s)")
+    parser.add_argument("--problems", type=positive, default=5, help="how many problems to list (default: %(default)s)")
     args = parser.parse_args(argv)
 
     from rich.console import Console

@@ -5,19 +5,16 @@ Every trace is checked before anything is uploaded. The access token is the one 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
 from ..cli import CommandError
+from ._arguments import command_parser
 
 
 def main(argv: Sequence[str]) -> int:
     """Upload a folder of traces."""
-    parser = argparse.ArgumentParser(
-        prog="trl-support-replay push",
-        description=__doc__,
-        epilog="example: trl-support-replay push --traces runs/traces --repo me/qwen3-traces --private",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command_parser(
+        "push", __doc__, "trl-support-replay push --traces runs/traces --repo me/qwen3-traces --private"
     )
     parser.add_argument("--traces", required=True, help="folder of shards")
     parser.add_argument("--repo", required=True, help="name of the dataset: user/name")

@@ -7,7 +7,6 @@ so memory does not grow with the traces, and goes on where it was stopped.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..cli import CommandError
-from .capture import DTYPES, positive
+from ._arguments import add_scoring_options, command_parser
 
 _COLUMNS = {"replayed_logprobs", "full_logprobs", "log_mass", "support_entropy", "reference_logprobs"}
 _ROUNDING = 1e-3  # nats
@@ -24,21 +23,16 @@ _STEPS_LISTED = 6
 
 def main(argv: Sequence[str]) -> int:
     """Write a scored shard for each shard, and report how far the scores are from the recorded ones."""
-    parser = argparse.ArgumentParser(
-        prog="trl-support-replay score",
-        description=__doc__,
-        epilog="example: trl-support-replay score --traces runs/traces --model Qwen/Qwen3-0.6B --output runs/scored",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = command_parser(
+        "score",
+        __doc__,
+        "trl-support-replay score --traces runs/traces --model Qwen/Qwen3-0.6B --output runs/scored",
     )
     parser.add_argument("--traces", required=True, help="folder of shards, Parquet file, or dataset saved to disk")
     parser.add_argument("--model", required=True, help="model to score with: a folder or a Hub name")
     parser.add_argument("--reference", help="second model, for reference_logprobs over the same supports")
     parser.add_argument("--output", required=True, help="folder for the scored shards")
-    parser.add_argument("--batch_size", type=positive, default=8, help="traces a forward (default: %(default)s)")
-    parser.add_argument(
-        "--dtype", choices=DTYPES, default="float32", help="data type of the models (default: %(default)s)"
-    )
-    parser.add_argument("--device", help="device of the models (default: the GPU when there is one, else the CPU)")
+    add_scoring_options(parser)
     args = parser.parse_args(argv)
 
     import pyarrow as pa

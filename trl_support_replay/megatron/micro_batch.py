@@ -97,16 +97,14 @@ class MicroBatch:
             vocab_size: rows of the whole output layer, padded ones included, to check ids against.
 
         Raises:
-            ValueError: no trace, one without prompt, one that does not fit `width`, or routes of some traces only.
-            SupportError, TraceSchemaError: a support without its sampled token, more loss-bearing tokens without
-                support than one at the very end, and other faults of a trace.
+            ValueError: no trace, one that does not fit `width`, or routes of some traces only.
+            SupportError, TraceSchemaError: a trace without prompt, a support without its sampled token, more
+                loss-bearing tokens without support than one at the very end, and other faults of a trace.
         """
         if not traces:
             raise ValueError("There is no trace to lay out.")
         for i, trace in enumerate(traces):
             trace.check(f"trace {i}", vocab_size)
-            if not len(trace.prompt_ids):
-                raise ValueError(f"trace {i} has no prompt, so nothing predicts its first token.")
         lengths, starts, shape = _layout(traces, multiple, width, packed)
         num_positions = shape[0] * shape[1]
         input_ids = np.full(num_positions, pad_token_id, dtype=np.int64)
@@ -115,7 +113,6 @@ class MicroBatch:
         loss_mask = np.zeros(num_positions, dtype=bool)
         logprobs = np.full(num_positions, np.nan, dtype=np.float32)
         rows = np.full(num_positions, -1, dtype=np.int64)
-        first_row = 0
         padding = np.ones(num_positions, dtype=bool)
         first_row = 0
         for trace, start in zip(traces, starts, strict=True):

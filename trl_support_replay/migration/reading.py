@@ -7,7 +7,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import yaml
 # TRL's classes, and those that take their place.
 _OURS = {f"{name}{kind}": f"SupportReplay{name}{kind}" for name in ("GRPO", "RLOO") for kind in ("Config", "Trainer")}
 _CONFIGS = tuple(name for pair in _OURS.items() for name in pair if name.endswith("Config"))
+_COMMANDS = ("trl", "trl-support-replay")
 
 
 class SourceError(ValueError):
@@ -32,6 +33,7 @@ class FoundSettings:
         unknown: name to source text of those that only a run would tell.
         algorithm: "GRPO" or "RLOO".
         imports: lines that import TRL's classes, as `(line number, text)`.
+        moved: whether it is a configuration, or a command line, of this package already.
     """
 
     where: str
@@ -39,6 +41,7 @@ class FoundSettings:
     unknown: dict[str, str] = field(default_factory=dict)
     algorithm: str = "GRPO"
     imports: tuple[tuple[int, str], ...] = ()
+    moved: bool = False
 
 
 def read_settings(path: Path) -> list[FoundSettings]:
@@ -99,9 +102,10 @@ def _from_shell(text: str, path: Path) -> Iterator[FoundSettings]:
             words = shlex.split(line, comments=True)
         except ValueError as error:
             raise SourceError(f"{path}: {line.strip()!r} does not parse: {error}.") from error
-        at = next((i for i, word in enumerate(words) if word.rsplit("/", 1)[-1] in ("trl", "trl-support-replay")), None)
+        at = next((i for i, word in enumerate(words) if word.rsplit("/", 1)[-1] in _COMMANDS), None)
         if at is not None and words[at + 1 : at + 2] == ["grpo"]:
-            yield _from_arguments(words[at + 2 :], path)
+            found = _from_arguments(words[at + 2 :], path)
+            yield replace(found, moved=words[at].endswith(_COMMANDS[1]))
 
 
 def _from_arguments(words: list[str], path: Path) -> FoundSettings:
@@ -143,16 +147,18 @@ def _from_python(text: str, name: str) -> list[FoundSettings]:
     aliases = {n: n for n in _CONFIGS}
     imports = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and any(part.name in _OURS for part in node.names):
-            imports.append((node.lineno, ast.unparse(node)))
+        if isinstance(node, ast.ImportFrom):
+            if any(part.name in _OURS for part in node.names):
+                imports.append((node.lineno, ast.unparse(node)))
             aliases |= {part.asname: part.name for part in node.names if part.asname and part.name in _CONFIGS}
     names = _literal_names(tree)
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and _called(node.func) in aliases:
             values, unknown = _keywords(node, names)
-            algorithm = "RLOO" if "RLOO" in aliases[_called(node.func)] else "GRPO"
-            found.append(FoundSettings(f"{name}:{node.lineno}", values, unknown, algorithm, tuple(imports)))
+            config = aliases[_called(node.func)]
+            algorithm, moved = "RLOO" if "RLOO" in config else "GRPO", config in _OURS.values()
+            found.append(FoundSettings(f"{name}:{node.lineno}", values, unknown, algorithm, tuple(imports), moved))
     return found
 
 

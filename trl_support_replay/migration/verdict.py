@@ -32,7 +32,7 @@ class Verdict:
     """What would happen to one configuration.
 
     Attributes:
-        sampling: the settings that a request would carry.
+        sampling: the settings that a request would carry, as they were written where a refusal asks for another one.
         refused: every refusal, in the order in which they would be met.
         ignored: names that no GRPO configuration has; they may be TRL's script or model arguments.
         corrects: how TRL uses the ratio of policy to sampler today: "sequence", "token", or `None` when it takes none.
@@ -64,6 +64,7 @@ def judge(values: Mapping[str, Any], algorithm: str = "GRPO") -> Verdict:
     for name, value in values.items():
         if name in fields:
             setattr(args, name, dict(value) if isinstance(value, dict) else value)
+    written_top_k = args.top_k
     sampling, refused = None, []
     while sampling is None:
         try:
@@ -74,6 +75,8 @@ def judge(values: Mapping[str, Any], algorithm: str = "GRPO") -> Verdict:
     if rloo and args.use_vllm and args.vllm_mode == "server" and sampling.truncates:
         reason, remedy = "RLOO is replayed in the training processes only", "Set it to 'colocate', or use GRPO"
         refused.append(UnreplayableSettingError("vllm_mode", "server", reason, remedy))
+    if args.top_k != written_top_k and any(error.setting in ("top_p", "min_p") for error in refused):
+        sampling = dataclasses.replace(sampling, top_k=0)  # the bound was not the user's
     # RLOO takes no notice of the engine's log-probs.
     corrected = not rloo and args.use_vllm and args.vllm_importance_sampling_correction
     return Verdict(

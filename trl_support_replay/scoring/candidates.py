@@ -40,12 +40,16 @@ class SupportCSR:
             device: where the scores will be computed.
 
         Raises:
-            ValueError: offsets that do not start at 0, fall somewhere, or do not end at `nnz`.
+            ValueError: offsets that do not start at 0, fall somewhere, or do not end at `nnz`; ids or offsets that are
+                not integers.
         """
-        ids = np.asarray(token_ids)
+        ids, ends = np.asarray(token_ids), np.asarray(offsets)
+        for name, array in (("token_ids", ids), ("offsets", ends)):
+            if array.size and array.dtype.kind not in "iu":
+                raise ValueError(f"{name} has the data type {array.dtype}; integers are needed.")
         if ids.dtype not in (np.int32, np.int64):
             ids = ids.astype(np.int64)
-        ends = np.asarray(offsets, dtype=np.int64)
+        ends = ends.astype(np.int64, copy=False)
         if ids.ndim != 1 or ends.ndim != 1 or len(ends) == 0:
             raise ValueError(
                 f"Supports need token_ids [nnz] and offsets [N + 1], not shapes {ids.shape} and {ends.shape}."

@@ -32,7 +32,7 @@ class FolderRecord:
         """Raise unless the folder's shards, if there are any, were made with these settings.
 
         Raises:
-            FolderRecordError: naming the setting with both its values, or the file that is missing.
+            FolderRecordError: naming every setting that differs with both its values, or the file that is missing.
         """
         folder = self._path.parent
         if not any(folder.glob("*.parquet")):
@@ -43,13 +43,15 @@ class FolderRecord:
                 "Take another --output."
             )
         found = json.loads(self._path.read_text(encoding="utf-8"))
-        for name, value in self._settings.items():
-            held = found.get(name)
-            if held != value:
-                raise FolderRecordError(
-                    f"{folder} holds a {self._what} with {name}={held!r}, and this one has {name}={value!r}. "
-                    "Take another --output, or the same settings."
-                )
+        differ = [name for name, value in self._settings.items() if found.get(name) != value]
+        if differ:
+            held, asked = (
+                ", ".join(f"{name}={values.get(name)!r}" for name in differ) for values in (found, self._settings)
+            )
+            raise FolderRecordError(
+                f"{folder} holds a {self._what} with {held}, and this one has {asked}. Take another --output, or the "
+                "same settings."
+            )
 
     def write(self) -> None:
         """Write the file, in one step."""
