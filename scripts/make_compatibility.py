@@ -106,7 +106,7 @@ MATRICES = (
             "Megatron-Core": (
                 (f"{_MEGATRON}test_megatron_scorer.py::*",),
                 (f"{_MEGATRON}test_megatron_recipe.py::*",),
-                (f"{_MEGATRON}test_megatron_replay.py::*", f"{_MEGATRON}test_megatron_parity.py::*"),
+                tuple(f"{_MEGATRON}test_megatron_{part}.py::*" for part in ("replay", "refusals", "parity")),
             ),
         },
     ),

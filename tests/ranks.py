@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import queue
@@ -14,13 +15,16 @@ from typing import Any
 import torch.multiprocessing as mp
 
 
-def run_on_ranks(world_size: int, function: str, *args: Any, timeout: float = 240) -> list[Any]:
+def run_on_ranks(
+    world_size: int, function: str, *args: Any, timeout: float = 240, within: str | None = None
+) -> list[Any]:
     """Results of `function(*args)` on each rank.
 
     Args:
         world_size: number of processes.
         function: "module:name", imported in the processes.
         timeout: seconds until all is given up.
+        within: "module:name" of a context manager around the call.
 
     Raises:
         AssertionError: with the traceback of the first rank that failed, or at the timeout.
@@ -30,7 +34,7 @@ def run_on_ranks(world_size: int, function: str, *args: Any, timeout: float = 24
         results: Any = context.Queue()
         store = os.path.join(folder, "store")
         processes = [
-            context.Process(target=_run, args=(rank, world_size, store, function, args, results), daemon=True)
+            context.Process(target=_run, args=(rank, world_size, store, function, args, within, results), daemon=True)
             for rank in range(world_size)
         ]
         for process in processes:
@@ -52,6 +56,11 @@ def run_on_ranks(world_size: int, function: str, *args: Any, timeout: float = 24
     return [collected[rank] for rank in range(world_size)]
 
 
+def _imported(name: str) -> Any:
+    module, attribute = name.split(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
 def _next(results: Any, processes: list[Any], deadline: float) -> tuple[int, Any, str | None]:
     while True:
         try:
@@ -62,7 +71,15 @@ def _next(results: Any, processes: list[Any], deadline: float) -> tuple[int, Any
             assert time.monotonic() < deadline, "the ranks took too long"
 
 
-def _run(rank: int, world_size: int, store: str, function: str, args: tuple[Any, ...], results: Any) -> None:
+def _run(
+    rank: int,
+    world_size: int,
+    store: str,
+    function: str,
+    args: tuple[Any, ...],
+    within: str | None,
+    results: Any,
+) -> None:
     try:
         import torch
         import torch.distributed as dist
@@ -73,8 +90,8 @@ def _run(rank: int, world_size: int, store: str, function: str, args: tuple[Any,
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
         )
-        module, name = function.split(":")
-        result = getattr(importlib.import_module(module), name)(*args)
+        with _imported(within)() if within else contextlib.nullcontext():
+            result = _imported(function)(*args)
         dist.barrier()
         dist.destroy_process_group()
         results.put((rank, result, None))

@@ -9,7 +9,8 @@ import functools
 
 import pytest
 
-from .ranks import run_on_ranks
+from tests.ranks import run_on_ranks
+
 from .scorer_sharding_cases import FSDP2, cases
 
 RUN = "tests.distributed.scorer_sharding_cases:run"

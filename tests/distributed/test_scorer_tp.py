@@ -6,7 +6,8 @@ import functools
 
 import pytest
 
-from .ranks import run_on_ranks
+from tests.ranks import run_on_ranks
+
 from .scorer_tp_cases import cases
 
 RUN = "tests.distributed.scorer_tp_cases:run"

@@ -3,8 +3,8 @@
 from typing import Any
 
 import pytest
+from megatron_ranks import run_on_ranks
 from parity import MICRO_BATCHES, Parity
-from ranks import run_on_ranks
 
 TOLERANCE = 3e-6
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

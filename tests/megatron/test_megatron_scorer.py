@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from ranks import run_on_ranks
+from megatron_ranks import run_on_ranks
 from scoring_parity import OUTPUTS, ScoringParity
 from tiny_gpt import VOCAB
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from moe_families import build
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -10,3 +11,9 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def model():
+    """Layer 0 is dense, layers 1 and 2 have experts."""
+    return build("qwen3_moe")

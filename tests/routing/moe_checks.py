@@ -51,6 +51,13 @@ def random_routes(replay, batch=BATCH, width=WIDTH, seed=2):
     return draw.topk(replay.top_k, dim=-1).indices
 
 
+def record(model, replay, ids):
+    """`[B, S, L, k]` the experts that the live routers choose."""
+    with replay.record() as recording, torch.no_grad():
+        model(input_ids=ids)
+    return recording.experts(len(ids))
+
+
 def router_weights(model, replay):
     """For each router, the names of the parameters that give its scores (a shared expert may add a row)."""
     named = [
