@@ -31,6 +31,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -171,9 +172,8 @@ def processor_name() -> str:
     return names[0] if names else platform.processor()
 
 
-def run_table(args: argparse.Namespace) -> list[dict]:
+def run_table(args: argparse.Namespace) -> Iterator[dict]:
     """One row for each size, kind of support, head and contender."""
-    rows: list[dict] = []
     dense: dict[tuple, dict[str, float]] = {}
     table = itertools.product(args.vocab, args.hidden, args.supports, (True, False))
     for vocab, hidden, supports, trained in table:
@@ -205,35 +205,33 @@ def run_table(args: argparse.Namespace) -> list[dict]:
                 dense[key] = figures
             base = base or figures
             ratio = figures["processor_seconds_median"] / base["processor_seconds_median"]
-            rows.append(
-                {
-                    "contender": contender,
-                    "head": "trained" if trained else "frozen",
-                    "vocab": vocab,
-                    "hidden": hidden,
-                    "tokens": args.tokens,
-                    "supports": supports,
-                    "ids": args.ids,
-                    "support_mean": round(float(sizes.mean()), 2),
-                    "support_median": float(np.median(sizes)),
-                    "support_p99": float(np.quantile(sizes, 0.99)),
-                    "singletons": round(float((sizes == 1).mean()), 3),
-                    **figures,
-                    "times_replay": round(figures["seconds_median"] / base["seconds_median"], 2),
-                    "processor_times_replay": round(ratio, 2),
-                    "threads": args.threads,
-                    "device": args.device,
-                    "processor": processor_name(),
-                    "torch": torch.__version__,
-                }
-            )
+            row = {
+                "contender": contender,
+                "head": "trained" if trained else "frozen",
+                "vocab": vocab,
+                "hidden": hidden,
+                "tokens": args.tokens,
+                "supports": supports,
+                "ids": args.ids,
+                "support_mean": round(float(sizes.mean()), 2),
+                "support_median": float(np.median(sizes)),
+                "support_p99": float(np.quantile(sizes, 0.99)),
+                "singletons": round(float((sizes == 1).mean()), 3),
+                **figures,
+                "times_replay": round(figures["seconds_median"] / base["seconds_median"], 2),
+                "processor_times_replay": round(ratio, 2),
+                "threads": args.threads,
+                "device": args.device,
+                "processor": processor_name(),
+                "torch": torch.__version__,
+            }
             print(
-                f"V={vocab:<7} H={hidden:<5} {supports:>9} {rows[-1]['head']:>7} head  {contender:>11}: "
+                f"V={vocab:<7} H={hidden:<5} {supports:>9} {row['head']:>7} head  {contender:>11}: "
                 f"{figures['seconds_median']:9.4f} s, processor {figures['processor_seconds_median']:9.4f} s "
                 f"({ratio:7.1f} x replay)  {figures['peak_mib']:9.1f} MiB",
                 flush=True,
             )
-    return rows
+            yield row
 
 
 def main() -> None:
@@ -257,12 +255,14 @@ def main() -> None:
     if args.child:
         child(args)
         return
-    rows = run_table(args)
     args.output.parent.mkdir(exist_ok=True)
     with open(args.output, "w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
+        for number, row in enumerate(run_table(args)):
+            writer = csv.DictWriter(file, row)
+            if number == 0:
+                writer.writeheader()
+            writer.writerow(row)
+            file.flush()
     print(f"written: {args.output}")
 
 

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import importlib
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from . import __version__, commands
 
+_DEBUG = "TRL_SUPPORT_REPLAY_DEBUG"
 _EXAMPLES = """\
 examples:
   trl-support-replay env
@@ -70,7 +72,8 @@ def run(command: Callable[[Sequence[str]], int], argv: Sequence[str], debug: boo
     """Run a command; errors that the user can put right become one message.
 
     Every error type that this package defines has such a message. Its exit status is 2 when the input was at fault, and
-    1 when something was found wrong later. Other errors are faults of the program and keep their traceback.
+    1 when something was found wrong later. Other errors are faults of the program and keep their traceback. Of several
+    workers each says what it alone may have met; a wrong input, which all meet alike, is told once.
     """
     try:
         return command(argv)
@@ -78,11 +81,11 @@ def run(command: Callable[[Sequence[str]], int], argv: Sequence[str], debug: boo
         print("interrupted", file=sys.stderr)
         return 130
     except Exception as error:
-        if debug or not type(error).__module__.startswith(f"{__package__}."):
+        if debug or _DEBUG in os.environ or not type(error).__module__.startswith(f"{__package__}."):
             raise
-        # Workers of one run fail alike; the first speaks for all.
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr)
+        rank, alike = os.environ.get("RANK"), isinstance(error, CommandError)
+        if not alike or os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"error{'' if rank is None or alike else f' of rank {rank}'}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError | TypeError | ImportError | OSError) else 1
 
 
@@ -90,4 +93,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the `trl-support-replay` command; returns the exit status."""
     args = _parser().parse_args(argv)
     module = importlib.import_module(f"{commands.__name__}.{command_modules()[args.command]}")
-    return run(module.main, args.arguments, args.debug)
+    with _workers_told(args.debug):
+        return run(module.main, args.arguments, args.debug)
+
+
+@contextlib.contextmanager
+def _workers_told(debug: bool) -> Iterator[None]:
+    """The workers that a command launches show tracebacks as it does."""
+    if debug:
+        os.environ[_DEBUG] = "1"
+    try:
+        yield
+    finally:
+        if debug:
+            os.environ.pop(_DEBUG, None)

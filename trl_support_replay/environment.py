@@ -1,6 +1,6 @@
 """Which versions this package works with, and what can be replayed on this machine.
 
-The supported ranges live here and nowhere else; the ranges in the package's metadata are tested against them. Versions
+The supported ranges live here; those in the package's metadata are tested against them. Versions
 are read from the installed metadata, so that nothing heavy is imported to find out that something does not fit.
 """
 
@@ -66,7 +66,7 @@ class PackageStatus:
         distribution: the distribution found; `None` when none is installed.
         version: its version; `None` when it is not installed.
         supported: the supported range.
-        required: whether it may be absent.
+        required: whether it must be installed.
         ok: in range, or absent and optional.
         remedy: what to do when not `ok`, or how to add it when it is absent; empty otherwise.
     """

@@ -32,12 +32,13 @@ class OfflineTraces:
         dataset: a traces dataset with at least `num_generations` completions of each prompt. Further columns reach the
             reward functions; a `reward` column can stand in for them.
         args: the training configuration; its sampling settings must be those that the traces were sampled with.
+        tensor_parallel_size: processes that hold the parts of one policy, and score the same completions.
 
     Raises:
         TraceSchemaError: a streamed dataset, too few completions of every prompt, or other sampling settings.
     """
 
-    def __init__(self, dataset: Any, args: Any):
+    def __init__(self, dataset: Any, args: Any, tensor_parallel_size: int = 1):
         if isinstance(dataset, IterableDataset):
             raise TraceSchemaError("Traces to train on must be a map-style dataset; load it with streaming=False.")
         if args.use_vllm:
@@ -59,6 +60,7 @@ class OfflineTraces:
             for start in range(0, len(group) - size + 1, size)
         ]
         self._size = size
+        self._tensor_parallel_size = tensor_parallel_size
         self._chosen: list[int] = []
         used = size * len(self.groups)
         if not used:
@@ -102,7 +104,8 @@ class OfflineTraces:
 
     def rollout(self, prompts: list, trainer: Any) -> dict[str, Any]:
         """TRL's `rollout_func`: the saved completions of the chosen groups."""
-        start = trainer.accelerator.process_index * len(prompts)
+        # Processes are given consecutive rows, and a group's rows are consecutive.
+        start = trainer.accelerator.process_index // self._tensor_parallel_size * len(prompts)
         traces = [self.groups[g][(start + i) % self._size] for i, g in enumerate(self._chosen)]
         output: dict[str, Any] = {
             "prompt_ids": [t.prompt_ids.tolist() for t in traces],

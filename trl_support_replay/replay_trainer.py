@@ -35,7 +35,7 @@ from .route_sessions import RouteSessions
 from .support_growth import SupportGrowth
 from .tensor_parallel import check_tensor_parallel, seed_alike
 from .trace_saving import TraceSaver
-from .traces.columns import Trace
+from .traces.columns import Trace, TraceSchemaError
 
 if TYPE_CHECKING:
     from .collect import Collected
@@ -80,13 +80,23 @@ class ReplayTrainer(PublishesTraces, _TRLTrainer):
     model: Any
     vllm_generation: Any
 
-    def __init__(self, model: Any, reward_funcs: Any = None, args: Any = None, **kwargs: Any):
+    _sampled_elsewhere = False  # by an older policy: a gap is no fault
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: Any = None,
+        train_dataset: Any = None,
+        *more: Any,
+        **kwargs: Any,
+    ):
         check_supported()
         args = self._checked_args(model, args)
         if args.use_vllm and args.vllm_mode == "colocate":
             check_supported("vllm")
-        if kwargs.get("train_dataset") is not None:
-            check_dataset(kwargs["train_dataset"], "train_dataset")
+        if train_dataset is not None:
+            check_dataset(train_dataset, "train_dataset")
         self.sampling_settings = check_contract(args, _own_generation_config(model, args))
         check_tensor_parallel(model, args)
         self.replays_support = self.sampling_settings.truncates
@@ -101,14 +111,14 @@ class ReplayTrainer(PublishesTraces, _TRLTrainer):
         self._rewards: list[float] = []  # weighted sum for each completion of this process's latest generation batch
         self._unchecked: tuple[torch.Tensor, dict[str, Any]] | None = None
         self._generated_at = -1  # optimizer step of the buffered completions
-        self._sampled_elsewhere = False  # by an older policy: a gap is no fault
         growth = self.replays_support and args.support_growth
         self._growth = SupportGrowth(args.support_mass_floor) if growth else None
         if not (self.replays_support or self.replays_routes):
+            self._refuse_traces(args)
             # Stock, but for how a server gets its weights.
             own = {"VLLMGeneration": engine_builder(self, args)} if args.weight_sync == "filesystem" else {}
             with rebound(self._trl, **own):
-                super().__init__(model, reward_funcs, args, **kwargs)
+                super().__init__(model, reward_funcs, args, train_dataset, *more, **kwargs)
             return
         add_fused_lm_head = self._trl.add_fused_lm_head
 
@@ -120,7 +130,7 @@ class ReplayTrainer(PublishesTraces, _TRLTrainer):
         if args.use_vllm:
             names["VLLMGeneration"] = engine_builder(self, args)
         with rebound(self._trl, **names):
-            super().__init__(model, reward_funcs, args, **kwargs)
+            super().__init__(model, reward_funcs, args, train_dataset, *more, **kwargs)
         seed_alike(self.model, args, self.accelerator.process_index)
         if args.save_traces:
             self._saver = TraceSaver(args, self)
@@ -133,6 +143,24 @@ class ReplayTrainer(PublishesTraces, _TRLTrainer):
         self._entropy_scope = args.entropy_scope if self.replays_support else "full"
         if self.replays_support and args.entropy_scope == "auto":
             self._entropy_scope = "full" if self._entropy_in_loss() else "support"
+
+    def _refuse_traces(self, args: Any) -> None:
+        """Refuse traces in and out when nothing is replayed, since nothing would be read or written.
+
+        Raises:
+            TraceSchemaError: naming what to set.
+        """
+        remedy = "Set top_k, top_p or min_p as in sampling, or routed_experts_replay=True"
+        if self._sampled_elsewhere:
+            raise TraceSchemaError(
+                "The traces were sampled without truncation, and routed_experts_replay=False: nothing of them would be "
+                f"replayed. {remedy}."
+            )
+        if args.save_traces:
+            raise TraceSchemaError(
+                f"save_traces={args.save_traces!r} keeps what is replayed, and nothing is: the sampling does not "
+                f"truncate, and routed_experts_replay=False. {remedy}, or leave save_traces out."
+            )
 
     @classmethod
     def _checked_args(cls, model: Any, args: Any) -> Any:

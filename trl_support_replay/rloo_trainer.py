@@ -47,13 +47,15 @@ class SupportReplayRLOOTrainer(ReplayTrainer, RLOOTrainer):
         model: Any,
         reward_funcs: Any = None,
         args: SupportReplayRLOOConfig | None = None,
+        train_dataset: Any = None,
+        *more: Any,
         **kwargs: Any,
     ):
-        if is_trace_dataset(kwargs.get("train_dataset")):
+        if is_trace_dataset(train_dataset):
             raise TraceSchemaError("RLOO cannot train on saved traces; SupportReplayGRPOTrainer can.")
         self._sampled_logprobs: list[list[TracedLogprob]] = []
         self._old_scores: tuple[torch.Tensor, dict[str, torch.Tensor]] | None = None
-        super().__init__(model, reward_funcs, args, **kwargs)
+        super().__init__(model, reward_funcs, args, train_dataset, *more, **kwargs)
 
     # ------------------------------------------------------------------------------------------------- generation
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,10 +11,10 @@ import transformers
 from transformers import TrainerCallback
 
 from .traces.columns import Trace, check_column_names, traces_to_table
+from .traces.record import FolderRecord
 from .traces.shards import ShardFolder
 
 _NOT_SAVED = {"image", "images"}
-_RECORD = "run.json"
 
 
 class TraceSaver(TrainerCallback):
@@ -36,36 +35,31 @@ class TraceSaver(TrainerCallback):
             check_column_names(names or (), f"save_traces={args.save_traces!r}: the training dataset")
         self._folder = ShardFolder(args.save_traces)
         self._trainer = trainer
+        features = getattr(trainer.train_dataset, "features", None)
+        schema = () if features is None else features.arrow_schema
+        self._types = {field.name: field.type for field in schema}
         self._batch_of_step = (-1, 0)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._claim(args)
-        self._folder.discard_from(state.global_step, self._trainer.accelerator.process_index)
+        accelerator = self._trainer.accelerator
+        self._folder.discard_from(state.global_step, accelerator.process_index, accelerator.num_processes)
 
     def _claim(self, args: Any) -> None:
         """Only the run that made the shards of a folder may replace them: one with the same output_dir and sampling.
 
         Raises:
-            ValueError: the folder holds other traces.
+            FolderRecordError: the folder holds other traces.
         """
-        record = self._folder.path / _RECORD
         run = {
             "output_dir": os.path.abspath(args.output_dir),
             "sampling": str(self._trainer.sampling_settings),
             "trains_on_saved_traces": self._trainer._sampled_elsewhere,
         }
-        if self._folder.shards():
-            made_by = json.loads(record.read_text()) if record.exists() else None
-            if made_by != run:
-                raise ValueError(
-                    f"save_traces={args.save_traces!r} holds {len(self._folder.shards())} shards that this run did not "
-                    f"make, and would replace. It is {run}; they are of {made_by or 'something else'}. Set save_traces "
-                    "to another folder."
-                )
-        elif self._trainer.accelerator.is_main_process:
-            partial = record.with_suffix(".partial")
-            partial.write_text(json.dumps(run))
-            os.replace(partial, record)
+        record = FolderRecord(self._folder.path / "run.json", "training run", run, "Set save_traces to another folder.")
+        record.check()
+        if self._trainer.accelerator.is_main_process:
+            record.write()
 
     def save(self, traces: Sequence[Trace], inputs: Sequence[Mapping[str, Any]], rewards: Sequence[float]) -> None:
         """Write one generation batch.
@@ -95,6 +89,7 @@ class TraceSaver(TrainerCallback):
                 "seed": trainer.args.seed,
             },
             engine=engine_used(trainer),
+            types=self._types,
         )
         self._folder.write(table, step, trainer.accelerator.process_index, self._batch_of_step[1])
 

@@ -20,7 +20,10 @@ from .collect import ROLLOUT_KEY, ROUTES_KEY, collect_samples
 from .config import SupportReplayGRPOConfig
 from .environment import check_seam
 from .offline import GROUP_COLUMN, OfflineTraces, is_trace_dataset
+from .rebind import rebound
 from .replay_trainer import SAMPLES, SHARED_SEAM, ReplayTrainer
+from .tensor_parallel import tensor_parallel_size
+from .traces.columns import TraceSchemaError
 
 _TURN = ("prompt_ids", "images", "multimodal_fields", "num_generations", "has_tool_images")
 check_seam(GRPOTrainer, SHARED_SEAM | {"_generate_single_turn": _TURN})
@@ -54,21 +57,30 @@ class SupportReplayGRPOTrainer(ReplayTrainer, GRPOTrainer):
         model: Any,
         reward_funcs: Any = None,
         args: SupportReplayGRPOConfig | None = None,
+        train_dataset: Any = None,
+        *more: Any,
         **kwargs: Any,
     ):
         args = self._checked_args(model, args)
         self._offline: OfflineTraces | None = None
         self._loss_inputs: dict[str, Any] | None = None
-        if is_trace_dataset(kwargs.get("train_dataset")):
-            self._offline = OfflineTraces(kwargs["train_dataset"], args)
-            kwargs |= {"train_dataset": self._offline.prompts(), "rollout_func": self._offline.rollout}
-            reward_funcs = reward_funcs if reward_funcs is not None else self._offline.reward_func()
+        if is_trace_dataset(train_dataset):
+            self._offline = OfflineTraces(train_dataset, args, tensor_parallel_size(model))
+            self._sampled_elsewhere = True
+            train_dataset = self._offline.prompts()
+            kwargs["rollout_func"] = self._offline.rollout
+            if reward_funcs is None:
+                reward_funcs = self._offline.reward_func()
+                if kwargs.get("eval_dataset", more[0] if more else None) is not None:
+                    raise TraceSchemaError(
+                        "eval_dataset with saved traces: their `reward` column says nothing of completions that an "
+                        "evaluation samples. Give reward_funcs, or leave eval_dataset out."
+                    )
         with warnings.catch_warnings():
             if self._offline is not None:
                 # The rollout function is not the user's, who can do nothing about its being experimental.
                 warnings.filterwarnings("ignore", message="You are using 'rollout_func'")
-            super().__init__(model, reward_funcs, args, **kwargs)
-        self._sampled_elsewhere = self._offline is not None
+            super().__init__(model, reward_funcs, args, train_dataset, *more, **kwargs)
 
     def _entropy_in_loss(self) -> bool:
         return self._entropy_bonus_enabled or self.top_entropy_quantile < 1.0
@@ -103,9 +115,14 @@ class SupportReplayGRPOTrainer(ReplayTrainer, GRPOTrainer):
         return prompt_ids, completion_ids, collected.tool_mask, completions, collected.logprobs, extra, *rest
 
     def _generate_and_score_completions(self, inputs):
-        if self._offline is not None and self.model.training:
+        if self._offline is None:
+            return super()._generate_and_score_completions(inputs)
+        if self.model.training:
             self._offline.choose([row[GROUP_COLUMN] for row in inputs])
-        return super()._generate_and_score_completions(inputs)
+            return super()._generate_and_score_completions(inputs)
+        # The prompts of an evaluation have no saved completions: the policy answers them.
+        with rebound(self, rollout_func=None):
+            return super()._generate_and_score_completions(inputs)
 
     def _check_generated(self, output: dict[str, Any]) -> None:
         if self._offline is not None:
@@ -120,7 +137,8 @@ class SupportReplayGRPOTrainer(ReplayTrainer, GRPOTrainer):
         """The policy that sampled saved traces is the old policy, whatever the current weights."""
         old = output["sampling_per_token_logps"]
         unknown = torch.isnan(old)  # a synthetic end of sequence
-        if unknown.any():
+        # One process with such a token is enough: a sharded model runs on all of them, or on none.
+        if self._gather_row([float(unknown.any())]).any():
             old = torch.where(unknown, self._rescore(output, self.temperature), old)
         output["old_per_token_logps"] = old
 

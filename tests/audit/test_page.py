@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from trl_support_replay.audit import audit_traces, load_traces
@@ -171,6 +172,27 @@ def test_one_step_can_be_chosen(saved):
     assert len(chosen.traces) == chosen.num_saved == 4 and set(chosen.steps.tolist()) == {1}
     with pytest.raises(TraceSchemaError, match="has no traces of step 7; it has steps 0 to 2"):
         load_traces(saved, 100, step=7)
+
+
+def test_a_finished_audit_is_not_lost(dense, saved, tmp_path, capsys):
+    """Not for want of a tokenizer, and not for scores that are no numbers."""
+    model = copy.deepcopy(dense)
+    with torch.no_grad():
+        model.lm_head.weight[7] = float("nan")
+    model.save_pretrained(tmp_path / "broken")
+    arguments = [
+        "audit",
+        "--traces",
+        str(saved),
+        "--model",
+        str(tmp_path / "broken"),
+        "--output",
+        str(tmp_path / "out"),
+    ]
+    assert main(arguments) == 1
+    assert "has no tokenizer, so the page shows ids" in capsys.readouterr().err
+    report = json.loads((tmp_path / "out" / "audit.json").read_text())
+    assert report["texts"]["5"] == "#5" and None in report["samples"][0]["policy"]
 
 
 def test_several_temperatures_are_refused(dense, tmp_path, capsys):

@@ -2,9 +2,11 @@
 
 import ast
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -76,10 +78,61 @@ def test_own_errors_are_one_message(capsys, error, status):
         run(raising(error), [], debug=True)
 
 
-def test_only_the_first_worker_speaks(capsys, monkeypatch):
+def test_a_wrong_input_is_told_once_and_what_one_worker_met_by_that_worker(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert run(raising(CommandError("no data")), []) == 2
     assert capsys.readouterr().err == ""
+    assert run(raising(ReplayGapError("stale weights")), []) == 1
+    assert capsys.readouterr().err == "error of rank 3: stale weights\n"
+
+
+def test_workers_show_tracebacks_as_the_command_does(monkeypatch):
+    from trl_support_replay.commands import env
+
+    told = []
+    monkeypatch.setattr(env, "main", lambda argv: told.append(os.environ.get("TRL_SUPPORT_REPLAY_DEBUG")) or 0)
+    assert main(["--debug", "env"]) == main(["env"]) == 0
+    assert told == ["1", None]
+    monkeypatch.setenv("TRL_SUPPORT_REPLAY_DEBUG", "1")
+    with pytest.raises(CommandError):
+        run(raising(CommandError("no data")), [])
+
+
+def test_what_the_launcher_itself_refuses_is_told(monkeypatch, capsys):
+    from accelerate.commands import launch
+
+    def no_deepspeed(args):
+        raise ImportError("DeepSpeed is not installed")
+
+    monkeypatch.setattr(launch, "launch_command", no_deepspeed)
+    assert main(["grpo", "--accelerate_config", "zero3", "--output_dir", "out"]) == 2
+    assert "DeepSpeed is not installed" in capsys.readouterr().err
+
+
+def test_an_interruption_after_the_last_step_does_not_lose_the_model(monkeypatch, tmp_path, capsys):
+    from trl_support_replay.commands import grpo
+
+    class Trained:
+        sampling_settings, replays_support, replays_routes = "top_k=5", True, False
+        accelerator, state = SimpleNamespace(print=print), SimpleNamespace(global_step=3)
+        saved = False
+
+        def add_callback(self, interrupt):
+            self.interrupt = interrupt
+
+        def train(self, resume_from_checkpoint):
+            self.interrupt.requested = True  # while the last checkpoint was written
+
+        def save_model(self, folder):
+            self.saved = True
+
+    trainer = Trained()
+    monkeypatch.setattr(grpo, "_build_trainer", lambda *args: trainer)
+    arguments = ["--model_name_or_path", "m", "--output_dir", str(tmp_path), "--top_k", "5", "--use_cpu", "true"]
+    assert grpo.train([*arguments, "--bf16", "false"]) == 0 and trainer.saved
+    text = capsys.readouterr().out
+    assert "Replaying the supports of top_k=5." in text and "Trained 3 steps" in text
 
 
 def test_faults_of_the_program_keep_their_traceback():

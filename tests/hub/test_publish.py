@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
+from datasets import load_dataset
 from huggingface_hub import DatasetCard, ModelCard
 
 from tests.hub.fake_hub import TOKEN, FakeHub
@@ -102,6 +103,16 @@ def test_a_wrong_token_is_one_message_without_the_token(published, tmp_path):
     done = push(published.hub, tmp_path, published.folder / "traces", token=wrong)
     assert done.code == 2 and done.text.startswith("error: me/again:") and "Traceback" not in done.text, done.text
     assert wrong not in done.text
+
+
+def test_what_is_no_folder_of_shards_makes_no_repository(published, tmp_path):
+    shard = sorted(published.folder.glob("traces/*.parquet"))[0]
+    load_dataset("parquet", data_files=str(shard), split="train").save_to_disk(tmp_path / "saved")
+    for traces in (shard, tmp_path / "saved"):
+        arguments = ("-m", "trl_support_replay", "push", "--traces", traces, "--repo", "me/nothing")
+        done = run(published.hub, tmp_path, *arguments)
+        assert done.code == 2 and "is not a folder of Parquet files" in done.text, done.text
+    assert ("datasets", "me/nothing") not in published.hub.repos
 
 
 def test_broken_traces_are_not_uploaded(published, tmp_path):

@@ -158,6 +158,18 @@ def test_verdicts(write, capsys, settings, message):
     assert message in capsys.readouterr().out
 
 
+def test_generation_arguments_that_are_no_mapping_are_refused(write, capsys):
+    assert main(["check", str(write("a.yaml", "top_p: 0.9\ngeneration_kwargs: top_k=5"))]) == 1
+    assert "refused: generation_kwargs='top_k=5' cannot be replayed" in capsys.readouterr().out
+
+
+def test_a_script_that_names_the_module_is_told_which_classes_to_take(write, capsys):
+    assert main(["check", str(write("a.py", "import trl\nargs = trl.RLOOConfig('out', top_p=0.9)\n"))]) == 0
+    text = capsys.readouterr().out
+    assert "take SupportReplayRLOOConfig and SupportReplayRLOOTrainer of trl_support_replay" in text
+    assert "trl grpo" not in text
+
+
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [

@@ -63,6 +63,8 @@ def table() -> str:
     return (
         f"{head}{chr(10).join(lines)}\n\n## Refused\n\nBuilding a `RouterReplay` raises `UnreplayableRouterError` with "
         f"this reason.\n\n| `model_type` | why |\n| --- | --- |\n{chr(10).join(refused)}\n\n"
+        "`nllb_moe` and `switch_transformers`, which are no causal language models, are refused\n"
+        "[as well](refused.md#families-of-mixture-of-experts-models).\n\n"
         "A family in neither table is looked at when a `RouterReplay` is built: its routers are found by a forward of\n"
         "a few tokens, and it is refused unless each layer with experts makes one top-k over them.\n"
     )

@@ -8,10 +8,10 @@ import pytest
 import torch
 from trl import GRPOConfig, GRPOTrainer
 
-from trl_support_replay import SupportReplayGRPOTrainer, UnreplayableSettingError
+from trl_support_replay import SupportReplayGRPOConfig, SupportReplayGRPOTrainer, UnreplayableSettingError
 from trl_support_replay.traces.support import SupportError
 
-from .conftest import sums
+from .conftest import checksum_reward, sums
 
 HF = {"use_vllm": False, "top_p": 0.9}
 
@@ -59,6 +59,12 @@ def test_resuming_continues_the_run(build, tiny_model_path, tmp_path):
     assert steps == [1, 3]
     state = json.loads((tmp_path / "part" / "checkpoint-4" / "trainer_state.json").read_text())
     assert state["log_history"][0]["support/size_mean"] > 1
+
+
+def test_arguments_may_stand_by_position_as_in_trl(tiny_model_path, tmp_path):
+    config = SupportReplayGRPOConfig(str(tmp_path), top_p=0.9, use_cpu=True, bf16=False, report_to=[])
+    trainer = SupportReplayGRPOTrainer(tiny_model_path, checksum_reward, config, sums(8), sums(4))
+    assert len(trainer.train_dataset) == 8 and len(trainer.eval_dataset) == 4
 
 
 def test_stock_arguments_are_refused(tiny_model_path, tmp_path):

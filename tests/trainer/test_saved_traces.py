@@ -4,6 +4,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -11,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from trl_support_replay.offline import OfflineTraces
 from trl_support_replay.traces.columns import TraceSchemaError, table_to_traces
 from trl_support_replay.traces.shards import ShardFolder
 
@@ -43,7 +45,7 @@ def test_a_shard_a_generation_batch(saved, tiny_model_path):
         trace.check(f"row {i}", vocab_size=99)
         assert trace.extra["prompt"][0]["role"] == "user" and trace.extra["step"] == i // 8
     row = dataset[0]
-    assert row["model"] == tiny_model_path and row["engine"]["name"] == "transformers"
+    assert row["model"] == Path(tiny_model_path).name and row["engine"]["name"] == "transformers"
     assert row["sampling"] == {"temperature": 1.0, "top_p": 0.9, "top_k": 0, "min_p": 0.0, "seed": 3}
     assert len(set(dataset["reward"])) > 3
 
@@ -77,7 +79,7 @@ def test_traces_of_another_run_are_not_replaced(build, tiny_model_path, tmp_path
     kept = {p: p.read_bytes() for p in ShardFolder(saved).shards()}
     offline = {"train_dataset": load(saved), "reward_funcs": None} if change.pop("offline", False) else {}
     settings = HF | {"save_traces": str(saved), "output_dir": str(tmp_path / "first")} | change
-    with pytest.raises(ValueError, match="holds 3 shards that this run did not make.* Set save_traces to another"):
+    with pytest.raises(ValueError, match="holds a training run with .* Set save_traces to another folder"):
         build(tiny_model_path, **settings, **offline).train()
     assert {p: p.read_bytes() for p in ShardFolder(saved).shards()} == kept
 
@@ -127,6 +129,66 @@ def test_training_on_saved_traces_equals_training_while_sampling(build, tiny_mod
 @pytest.mark.filterwarnings("error:You are using 'rollout_func'")
 def test_no_warning_speaks_of_what_the_user_did_not_set(build, tiny_model_path, saved):
     build(tiny_model_path, **HF, train_dataset=load(saved), reward_funcs=None)
+
+
+def test_an_evaluation_samples_its_own_completions(build, tiny_model_path, saved):
+    prompts = [[{"role": "user", "content": f"Say {word}."}] for word in ("yes", "no", "so", "and")]
+    seen = []
+
+    def reward(prompts, completions, **_):
+        seen.append([p[0]["content"] for p in prompts])
+        return [float(len(c[0]["content"]) % 3) for c in completions]
+
+    trainer = build(
+        tiny_model_path,
+        **HF,
+        train_dataset=load(saved),
+        eval_dataset=datasets.Dataset.from_dict({"prompt": prompts}),
+        reward_funcs=reward,
+        eval_strategy="steps",
+        eval_steps=1,
+        eval_on_start=True,
+        per_device_eval_batch_size=4,
+    )
+    trainer.train()
+    evaluated = {p for batch in seen for p in batch if p.startswith("Say ")}
+    assert evaluated == {f"Say {word}." for word in ("yes", "no", "so", "and")}
+    logs = [log for log in trainer.state.log_history if "eval_reward" in log]
+    assert len(logs) == 3 and all(log["eval_completions/max_length"] <= 10 for log in logs)
+    assert max(log.get("support/logprob_gap_max", 0) for log in trainer.state.log_history) < 1
+
+
+def test_the_reward_column_does_not_speak_for_an_evaluation(build, tiny_model_path, saved):
+    with pytest.raises(TraceSchemaError, match="eval_dataset with saved traces"):
+        build(tiny_model_path, **HF, train_dataset=load(saved), eval_dataset=load(saved), reward_funcs=None)
+
+
+def test_nothing_is_read_or_written_where_nothing_is_replayed(build, moe_path, tmp_path):  # noqa: F811
+    stock = {"use_vllm": False, "max_completion_length": 10}
+    with pytest.raises(TraceSchemaError, match="save_traces='x' keeps what is replayed, and nothing is"):
+        build(moe_path, **stock, save_traces="x")
+    folder = tmp_path / "traces"
+    routed = build(
+        moe_path, **stock, routed_experts_replay=True, save_traces=str(folder), output_dir=str(tmp_path / "a")
+    )
+    routed.train()
+    with pytest.raises(TraceSchemaError, match="sampled without truncation, and routed_experts_replay=False"):
+        build(moe_path, **stock, train_dataset=load(folder), reward_funcs=None)
+
+
+def test_the_parts_of_one_policy_score_the_same_completions(saved):
+    args = SimpleNamespace(use_vllm=False, temperature=1.0, top_p=0.9, top_k=0, min_p=None, num_generations=4)
+    offline = OfflineTraces(load(saved), args, tensor_parallel_size=2)
+
+    def completions(process):
+        offline.choose([0, 0])
+        return offline.rollout(["", ""], SimpleNamespace(accelerator=SimpleNamespace(process_index=process)))[
+            "completion_ids"
+        ]
+
+    found = [completions(process) for process in range(4)]
+    assert found[0] == found[1] and found[2] == found[3]
+    assert found[0] + found[2] == [t.completion_ids.tolist() for t in offline.groups[0]]
 
 
 def test_the_old_policy_is_the_one_that_sampled(build, tiny_model_path, saved):

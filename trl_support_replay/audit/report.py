@@ -63,13 +63,13 @@ def build_report(audit: Audit, **about: Any) -> dict[str, Any]:
     }
 
 
-def round_number(value: float, digits: int = 5) -> float:
-    """To `digits` significant digits, so that a page stays small."""
-    return float(f"{value:.{digits}g}")
+def round_number(value: float | None, digits: int = 5) -> float | None:
+    """To `digits` significant digits, so that a page stays small; `None` for what JSON has no number for."""
+    return None if value is None or not np.isfinite(value) else float(f"{value:.{digits}g}")
 
 
 def _number(value: float | None) -> float | None:
-    return None if value is None or not np.isfinite(value) else round_number(value, 7)
+    return round_number(value, 7)
 
 
 def _summary(values: np.ndarray) -> dict[str, float | None]:

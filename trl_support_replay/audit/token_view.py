@@ -75,7 +75,7 @@ def _sample(audit: Audit, b: int) -> dict[str, Any]:
     }
 
 
-def _support(audit: Audit, row: int, trace: Any, t: int) -> tuple[list[int], list[float], list[float]]:
+def _support(audit: Audit, row: int, trace: Any, t: int) -> tuple[list[int], list[float | None], list[float | None]]:
     """Ids, log-probs under the policy and under the sampler of the candidates that are shown."""
     supports = audit.tokens.supports
     span = slice(int(supports.offsets[row]), int(supports.offsets[row + 1]))

@@ -8,6 +8,7 @@ audit.json and audit.html (one page, no network). Exits with 1 when a fault is f
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -63,6 +64,7 @@ def main(argv: Sequence[str]) -> int:
     sampler = _load("--sampler", sampler_name, args.sampler_revision, args) if sampler_name else None
     if sampler is not None:
         check_vocabulary(source.traces, sampler, "--sampler")
+    texts = _texts(args.model, args.revision)
     audit = audit_traces(
         source,
         model,
@@ -77,9 +79,7 @@ def main(argv: Sequence[str]) -> int:
         sampler=_named(sampler_name, args.sampler_revision),
         eos_token_ids=_eos_token_ids(model),
     )
-    add_samples(
-        report, audit, _texts(args.model, args.revision), max_samples=args.samples, max_bytes=args.page_mb * 1e6
-    )
+    add_samples(report, audit, texts, max_samples=args.samples, max_bytes=args.page_mb * 1e6)
     (output / "audit.json").write_text(json.dumps(report, allow_nan=False), encoding="utf-8")
     (output / "audit.html").write_text(render_page(report), encoding="utf-8")
     print_report(report, Console())
@@ -105,6 +105,10 @@ def _eos_token_ids(model: Any) -> list[int]:
 def _texts(name: str, revision: str | None) -> Callable[[int], str]:
     from transformers import AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(name, revision=revision or "main")
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(name, revision=revision or "main")
+    except (OSError, ValueError) as error:
+        print(f"--model {name} has no tokenizer, so the page shows ids: {str(error).splitlines()[0]}", file=sys.stderr)
+        return lambda token_id: f"#{token_id}"
     # Padded rows of the head have no text.
     return lambda token_id: tokenizer.decode([token_id]) if token_id < len(tokenizer) else f"#{token_id}"

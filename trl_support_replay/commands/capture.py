@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
     from ..traces.shards import ShardFolder
 
     settings = _settings(args)
-    rows = _prompts(args)
+    rows, types = _prompts(args)
     folder = ShardFolder(args.output, "--output")
     decisive = {key: value for key, value in vars(args).items() if key not in ("output", "engine_kwargs", "server_url")}
     # The name of a file says nothing of what is in it.
@@ -105,6 +105,7 @@ def main(argv: Sequence[str]) -> int:
                 model=args.model,
                 sampling=sampling,
                 engine={"name": generator.name, "version": generator.version},
+                types=types,
             )
             folder.write(table, i)
             progress.advance(task)
@@ -135,7 +136,8 @@ def _settings(args: argparse.Namespace) -> Any:
     return settings
 
 
-def _prompts(args: argparse.Namespace) -> list[dict[str, Any]]:
+def _prompts(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The rows to sample from, and the Arrow type of each of their columns."""
     import datasets
     from datasets.exceptions import DatasetsError
 
@@ -165,7 +167,7 @@ def _prompts(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = data.to_list()[: args.limit]
     if not rows:
         raise CommandError(f"--dataset {args.dataset} holds no prompts.")
-    return rows
+    return rows, {field.name: field.type for field in data.features.arrow_schema}
 
 
 def _contents(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

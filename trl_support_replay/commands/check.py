@@ -99,7 +99,12 @@ def _changes(found: Any) -> list[str]:
     lines = []
     for line, text in found.imports:
         lines += [f"line {line}: {text}", f"becomes: {replaced_import(text)}"]
-    if not (found.imports or found.moved):
+    if not (found.imports or found.moved) and ".py:" in found.where:
+        lines.append(
+            f"take SupportReplay{found.algorithm}Config and SupportReplay{found.algorithm}Trainer of "
+            "trl_support_replay in the place of trl's classes."
+        )
+    elif not (found.imports or found.moved):
         lines.append("run it with `trl-support-replay grpo` in the place of `trl grpo`.")
     if found.values.get("use_vllm") and found.values.get("vllm_mode") == "server":
         lines.append("start the server with `trl-support-replay vllm-serve MODEL`, which carries supports.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -69,7 +70,8 @@ def train(argv: Sequence[str]) -> int:
     with StopOnInterrupt() as interrupt:
         trainer.add_callback(interrupt)
         trainer.train(resume_from_checkpoint=_checkpoint(training_args.resume_from_checkpoint))
-    if interrupt.requested:
+    # An interruption after the last step has come too late to stop anything.
+    if interrupt.checkpoint is not None:
         echo(f"Stopped at step {trainer.state.global_step}. Checkpoint: {interrupt.checkpoint}. Go on from there with")
         echo("--resume_from_checkpoint true.")
         return 130
@@ -93,16 +95,19 @@ def _input_errors() -> Iterator[None]:
 
 def _launch(launch_options: Sequence[str], argv: Sequence[str]) -> int:
     from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     command = [*launch_options, "--module", __name__, *argv]
     # Ctrl-C is for the workers, which stop in their own time; the launcher waits for them.
     previous = signal.signal(signal.SIGINT, lambda *_: None)
     try:
-        launch_command(launch_command_parser().parse_args(command))
-    except Exception as error:
+        with _input_errors():
+            launch_command(launch_command_parser().parse_args(command))
+    except SignalException:
+        return 130
+    except (subprocess.CalledProcessError, ChildFailedError) as error:
         # A worker has said what was wrong; the launcher's own traceback would only say that it failed.
-        if type(error).__name__ == "SignalException":
-            return 130
         return getattr(error, "returncode", 1)
     finally:
         signal.signal(signal.SIGINT, previous)

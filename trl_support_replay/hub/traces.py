@@ -13,7 +13,7 @@ import pyarrow as pa
 from huggingface_hub import DatasetCard, DatasetCardData, HfApi
 
 from .. import __version__
-from ..traces.columns import table_to_traces
+from ..traces.columns import TraceSchemaError, table_to_traces
 from ..traces.reading import trace_tables
 
 TAGS = ("trl", "support-replay", "grpo", "traces")
@@ -149,8 +149,14 @@ def push_traces(
         Address of the dataset.
 
     Raises:
-        TraceSchemaError, SupportError, RoutesError: before anything is uploaded, for traces that are not whole.
+        TraceSchemaError, SupportError, RoutesError: before anything is uploaded, for traces that are not whole, or not
+            a folder of Parquet files.
     """
+    if not any(Path(folder).glob("*.parquet")):
+        raise TraceSchemaError(
+            f"{folder} is not a folder of Parquet files, which is what is published. A dataset that `datasets` saved "
+            "to disk has a push_to_hub of its own."
+        )
     facts = TraceFacts.of(folder)
     api = HfApi(token=token)
     url = api.create_repo(repo_id, repo_type="dataset", private=private, exist_ok=True)

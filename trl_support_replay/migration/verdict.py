@@ -22,6 +22,7 @@ _HARMLESS: dict[str, Any] = {
     "vllm_structured_outputs_regex": None,
     "use_transformers_continuous_batching": False,
     "vllm_engine_kwargs": None,
+    "generation_kwargs": None,
 }
 # A bound under which vLLM reports whole supports, for going on after that refusal.
 _TOP_K = 100
@@ -34,13 +35,11 @@ class Verdict:
     Attributes:
         sampling: the settings that a request would carry, as they were written where a refusal asks for another one.
         refused: every refusal, in the order in which they would be met.
-        ignored: names that no GRPO configuration has; they may be TRL's script or model arguments.
         corrects: how TRL uses the ratio of policy to sampler today: "sequence", "token", or `None` when it takes none.
     """
 
     sampling: SamplingSettings
     refused: tuple[UnreplayableSettingError, ...]
-    ignored: tuple[str, ...]
     corrects: str | None
 
     @property
@@ -82,7 +81,6 @@ def judge(values: Mapping[str, Any], algorithm: str = "GRPO") -> Verdict:
     return Verdict(
         sampling=sampling,
         refused=tuple(refused),
-        ignored=tuple(name for name in values if name not in fields),
         corrects=args.vllm_importance_sampling_mode.split("_")[0] if corrected else None,
     )
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -175,14 +176,17 @@ def traces_to_table(
     sampling: Mapping[str, Any],
     engine: Mapping[str, str],
     model_revision: str | None = None,
+    types: Mapping[str, pa.DataType] | None = None,
 ) -> pa.Table:
     """`B` traces as a table of `B` rows.
 
     Args:
         traces: with routes all, or none.
-        model, model_revision: what sampled.
+        model, model_revision: what sampled. Of a folder given by its absolute path only the name is kept: tables are
+            published, and where a model lies on a machine is its owner's business.
         sampling: `temperature`, `top_p`, `top_k`, `min_p`, `seed`.
         engine: `name`, `version`.
+        types: Arrow types of extra columns, for those that hold nothing but nulls here.
 
     Raises:
         TraceSchemaError: traces with and without routes, or of different models, or with different extra columns, or
@@ -212,7 +216,7 @@ def traces_to_table(
         }
     n = len(traces)
     columns |= {
-        "model": pa.array([model] * n, pa.string()),
+        "model": pa.array([os.path.basename(model) if os.path.isabs(model) else model] * n, pa.string()),
         "model_revision": pa.array([model_revision] * n, pa.string()),
         "sampling": pa.array([dict(sampling)] * n, _SAMPLING),
         "engine": pa.array([dict(engine)] * n, _ENGINE),
@@ -223,8 +227,22 @@ def traces_to_table(
         if set(trace.extra) != set(names):
             raise TraceSchemaError(f"Trace {i} has the columns {sorted(trace.extra)}, the first one {sorted(names)}.")
     check_column_names(names, "The dataset")
-    columns |= {name: pa.array([trace.extra[name] for trace in traces]) for name in names}
+    columns |= {name: _extra_column([trace.extra[name] for trace in traces], (types or {}).get(name)) for name in names}
     return pa.table(columns)
+
+
+def _extra_column(values: Sequence[Any], kind: pa.DataType | None) -> pa.Array:
+    """As Arrow infers it; where it meets nothing but nulls, whole or nested, of the type that the dataset has.
+
+    Readers of several shards take the type of the first, and a column of type null fits no other.
+    """
+    column = pa.array(values)
+    if kind is None or "null" not in str(column.type):
+        return column
+    try:
+        return pa.array(values, kind)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
+        return column
 
 
 def table_to_traces(table: pa.Table) -> list[Trace]:

@@ -21,12 +21,20 @@ class FolderRecord:
         path: the file, in the folder of the shards.
         what: what makes the shards, for errors: "capture".
         settings: those that decide what is in the shards; values of JSON.
+        remedy: what to do where the folder holds something else, for errors.
     """
 
-    def __init__(self, path: Path, what: str, settings: Mapping[str, Any]):
+    def __init__(
+        self,
+        path: Path,
+        what: str,
+        settings: Mapping[str, Any],
+        remedy: str = "Take another --output, or the same settings.",
+    ):
         self._path = path
         self._what = what
         self._settings = dict(settings)
+        self._remedy = remedy
 
     def check(self) -> None:
         """Raise unless the folder's shards, if there are any, were made with these settings.
@@ -40,7 +48,7 @@ class FolderRecord:
         if not self._path.exists():
             raise FolderRecordError(
                 f"{folder} holds Parquet files and no {self._path.name}, so a {self._what} cannot go on there. "
-                "Take another --output."
+                f"{self._remedy}"
             )
         found = json.loads(self._path.read_text(encoding="utf-8"))
         differ = [name for name, value in self._settings.items() if found.get(name) != value]
@@ -49,8 +57,7 @@ class FolderRecord:
                 ", ".join(f"{name}={values.get(name)!r}" for name in differ) for values in (found, self._settings)
             )
             raise FolderRecordError(
-                f"{folder} holds a {self._what} with {held}, and this one has {asked}. Take another --output, or the "
-                "same settings."
+                f"{folder} holds a {self._what} with {held}, and this one has {asked}. {self._remedy}"
             )
 
     def write(self) -> None:

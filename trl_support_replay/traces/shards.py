@@ -73,18 +73,25 @@ class ShardFolder:
         write_whole(table, target)
         return target
 
-    def discard_from(self, number: int, part: int | None = None) -> list[Path]:
+    def discard_from(self, number: int, process: int = 0, num_processes: int = 1) -> list[Path]:
         """Remove shards from `number` on (a resumed run makes them anew), and what a killed writer left half done.
+
+        The processes of a run share the shards out by part, those of a run with more processes too, so that none
+        removes what another one is writing.
 
         Args:
             number: the first number to remove.
-            part: whose shards; `None` for those of every process, none of which may be writing then.
+            process: which of the processes this is.
+            num_processes: how many remove shards, each its share.
         """
-        removed = [path for n, p, path in self._shards() if n >= number and part in (None, p)]
-        for path in removed:
-            path.unlink(missing_ok=True)
-        whose = "*" if part is None else f"{part:05d}"
-        for path in self.path.glob(f".traces-*-{whose}.parquet.*{_PARTIAL}"):
+        mine = [(n, path) for n, p, path in self._shards() if p % num_processes == process]
+        removed = [path for n, path in mine if n >= number]
+        partial = [
+            p
+            for p in self.path.glob(f".traces-*{_PARTIAL}")
+            if (match := _NAME.match(p.name, 1)) and int(match[3]) % num_processes == process
+        ]
+        for path in removed + partial:
             path.unlink(missing_ok=True)
         return removed
 
