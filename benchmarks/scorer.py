@@ -1,22 +1,24 @@
 """How fast and how large is the scorer, against TRL's fused head, pair projections and a bare dense product?
 
-    python -m benchmarks.scorer                      # the size that the goals are set for; a few minutes
-    python -m benchmarks.scorer --vocab 49152 151936 --hidden 1024 4096 --supports realistic k20 k64 wide
-    python -m benchmarks.scorer --threads 2 --repeats 5 --output benchmarks/data/scorer_2_threads.csv
+    python -m benchmarks.scorer --output runs/scorer.csv       # one size; a few minutes
+    python -m benchmarks.scorer --vocab 49152 151936 --hidden 1024 4096 --supports realistic k20 k64 wide --repeats 1
+    python -m benchmarks.scorer --device cuda --output benchmarks/data/scorer_cuda.csv
 
 Forward and backward of the summed log-probs, on the same inputs, in one run; `benchmarks/scorer_baselines.py` has the
 contenders. `replay` includes the making of its plan from host arrays, which a trainer does once a batch. A trained head
 needs the gradient of its weight, `[V, H]` in every contender; a frozen one (LoRA) does not. `replay_read` is a trained
 head whose gradient is also read once (its norm, as gradient clipping does): the scorer leaves it to the operating
-system to clear the rows that it does not touch, and this shows what the rest of a step pays for that.
+system to clear the pages that it does not touch, and this shows what the rest of a step pays for that. With huge pages,
+which hold 512 rows of 1,024 values, hardly any page stays untouched.
 
-Supports: `realistic` has 47 % singletons, median 2, mean about 8, 99th percentile about 82; `k20` and `k64` have that
+Supports: `realistic` has 47 % singletons, median 2, mean about 8, 99th percentile about 109; `k20` and `k64` have that
 many ids in every row; `wide` has one row of 20,000 ids among singletons. Ids are Zipf-distributed, or uniform (`--ids
 uniform`), where no two tokens share candidates.
 
 Times are medians, of the wall clock and of the processor time of all threads; the latter with `--threads 1` is what can
 be trusted on a machine that others use. Memory is the peak of the resident set above the inputs, each contender in a
-process of its own. On a GPU (`--device cuda`) memory is what the allocator reports.
+process of its own. On a GPU (`--device cuda`) memory is what the allocator reports. The file is written whole at the
+end; while it lasts, rows go to one beside it that ends in `.partial`.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ CONTENDERS = ("replay", "replay_read", *BASELINES)
 
 
 def realistic_sizes(num_tokens: int, rng: np.random.Generator) -> np.ndarray:
-    """`[N]` support sizes: 47 % ones, median 2, mean about 8, 99th percentile about 82."""
+    """`[N]` support sizes: 47 % ones, median 2, mean about 8, 99th percentile about 109."""
     sizes = np.ones(num_tokens, np.int64)
     many = rng.random(num_tokens) >= 0.47
     sizes[many] = 2 + np.floor(np.exp(rng.normal(1.1, 1.72, many.sum()))).astype(np.int64)
@@ -164,8 +166,8 @@ def child(args: argparse.Namespace) -> None:
     print(json.dumps({"mib": (peak_bytes() - before) / 2**20}))
 
 
-def processor_name() -> str:
-    if torch.cuda.is_available():
+def processor_name(device: str) -> str:
+    if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name()
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
@@ -222,7 +224,7 @@ def run_table(args: argparse.Namespace) -> Iterator[dict]:
                 "processor_times_replay": round(ratio, 2),
                 "threads": args.threads,
                 "device": args.device,
-                "processor": processor_name(),
+                "processor": processor_name(args.device),
                 "torch": torch.__version__,
             }
             print(
@@ -252,17 +254,21 @@ def main() -> None:
     parser.add_argument("--trained", type=int, default=1, help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    if "replay" not in args.contenders:
+        parser.error("--contenders: replay is what the others are compared with, so it has to be among them")
     if args.child:
         child(args)
         return
     args.output.parent.mkdir(exist_ok=True)
-    with open(args.output, "w", newline="") as file:
+    partial = args.output.with_suffix(".csv.partial")
+    with open(partial, "w", newline="") as file:
         for number, row in enumerate(run_table(args)):
             writer = csv.DictWriter(file, row)
             if number == 0:
                 writer.writeheader()
             writer.writerow(row)
             file.flush()
+    partial.replace(args.output)
     print(f"written: {args.output}")
 
 
