@@ -193,7 +193,9 @@ def test_files_that_say_nothing_are_refused(write, capsys, name, text, message):
 
 @pytest.mark.parametrize("arguments", [["--kept-mass", "1.5"], ["--length", "0"], ["--kept-mass", "0"]])
 def test_impossible_figures_are_refused(write, capsys, arguments):
-    assert main(["check", str(write("a.yaml", "top_p: 0.9")), *arguments]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main(["check", str(write("a.yaml", "top_p: 0.9")), *arguments])
+    assert f"{arguments[0]}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("recipe", sorted(Path("recipes").glob("*.yaml")), ids=lambda p: p.stem)

@@ -60,12 +60,20 @@ def temperature(text: str) -> float:
     return value
 
 
-def top_p(text: str) -> float:
+def mass(text: str) -> float:
     """A probability above 0 and up to 1."""
     value = _number(text)
     if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a probability above 0 and up to 1; 1 is off")
+        raise argparse.ArgumentTypeError(f"{text} is not a probability above 0 and up to 1")
     return value
+
+
+def top_p(text: str) -> float:
+    """A mass that a nucleus keeps."""
+    try:
+        return mass(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}; 1 is off") from None
 
 
 def min_p(text: str) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ._arguments import command_parser, positive, top_p
+from ._arguments import command_parser, mass, positive
 
 _MASSES = (0.9, 0.95, 0.99)
 
@@ -21,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--kept-mass",
         "--kept_mass",
-        type=top_p,
+        type=mass,
         nargs="+",
         metavar="MASS",
         help="probability that truncation keeps, a token: what today's ratios are off by is computed for each "
@@ -81,14 +81,14 @@ def _ratios(verdict: Any, masses: Sequence[float], length: int, moved: bool) -> 
         # Engines cut by top_k first, and take the nucleus of what is left.
         whole = f"what top_k={sampling.top_k} leaves of it" if sampling.top_k > 0 else "it"
         lines.append(f"a token's mass: top_p={sampling.top_p:g} keeps at least {sampling.top_p:g} of {whole}.")
-    for mass in masses:
+    for kept in masses:
         if verdict.corrects == "token":
-            lines.append(f"{when}, with {mass:g} of the mass kept: each token's ratio is multiplied by {mass:g}.")
+            lines.append(f"{when}, with {kept:g} of the mass kept: each token's ratio is multiplied by {kept:g}.")
         else:
-            factor = sequence_factor(mass, length)
+            factor = sequence_factor(kept, length)
             lines.append(
-                f"{when}, with {mass:g} of the mass kept: the ratio of a sequence of {length} tokens is multiplied by "
-                f"{mass:g}^{length} = {factor:.3g}."
+                f"{when}, with {kept:g} of the mass kept: the ratio of a sequence of {length} tokens is multiplied by "
+                f"{kept:g}^{length} = {factor:.3g}."
             )
     return lines
 

@@ -85,7 +85,7 @@ class ShardFolder:
             num_processes: how many remove shards, each its share.
         """
         mine = [(n, path) for n, p, path in self._shards() if p % num_processes == process]
-        removed = [path for n, path in mine if n >= number]
+        removed = sorted(path for n, path in mine if n >= number)
         partial = [
             p
             for p in self.path.glob(f".traces-*{_PARTIAL}")
