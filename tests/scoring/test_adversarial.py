@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.scoring.oracle import oracle_scores, scores_from_logits
 from trl_support_replay.scoring import LMHead, LoRAFactors, SupportCSR, score_support, score_support_from_logits
-from trl_support_replay.scoring.support_scores import FULL_OUTPUTS, OUTPUTS
+from trl_support_replay.scoring.support_scores import FULL_OUTPUTS, OUTPUTS, _plan
 
 FAST = ("union", "sparse")
 ALL = ("reference", *FAST)
@@ -68,6 +68,12 @@ def test_impossible_supports_are_refused(rows, sampled, message):
     with pytest.raises(ValueError, match=message):
         empty_rows = "full" if "50" in message and "sampled" in message else "error"
         score_support(hidden, LMHead(weight), torch.tensor(sampled), SupportCSR.from_lists(rows), empty_rows=empty_rows)
+
+
+def test_candidates_beyond_the_head_are_found_without_reading_the_device():
+    sampled = torch.zeros(2, dtype=torch.long, device="meta")
+    with pytest.raises(ValueError, match="row 1 has id 50; the head has ids 0 to 49"):
+        _plan(SupportCSR.from_lists([[0, 1], [0, 50]]), None, 50, sampled, "union")
 
 
 @pytest.mark.parametrize(
