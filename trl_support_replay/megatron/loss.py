@@ -29,7 +29,8 @@ def policy_loss(
         -min(r A, clip(r, 1 - epsilon, 1 + epsilon) A) + beta (exp(ref - logp) - (ref - logp) - 1)
 
     Under context parallelism each rank adds up its own tokens and divides by the number of the whole micro-batch, which
-    is what Megatron's schedule and gradient reduction expect of a two-tuple loss.
+    is what Megatron's schedule and gradient reduction expect of a two-tuple loss while `calculate_per_token_loss` is
+    False; [`support_forward`] refuses True.
 
     Args:
         tokens: this rank's.

@@ -49,8 +49,8 @@ def support_forward(
         vocabulary.
 
     Raises:
-        ValueError: an output layer or a setting that cannot be scored exactly; tokens that do not fit the hidden
-            states; and as [`score_support`].
+        ValueError: an output layer or a setting that cannot be scored exactly; with gradient, a setting by which those of
+            [`policy_loss`] would be scaled wrongly; tokens that do not fit the hidden states; and as [`score_support`].
     """
     inner: Any = unwrap(model)
     inputs = (tokens.input_ids, tokens.position_ids, attention_mask)
@@ -119,6 +119,13 @@ def _check_scorable(layer: nn.Module, config: Any) -> None:
                 f"Supports cannot be scored in the output layer with {setting}=True. Set it to False, or score the "
                 "logits with score_vocab_parallel_logits."
             )
+    # The schedule then leaves it to the loss function to count tokens, and gradients are summed over data and context
+    # parallel ranks instead of averaged: those of a two-tuple loss come out too large by the number of these ranks.
+    if torch.is_grad_enabled() and config.calculate_per_token_loss:
+        raise ValueError(
+            "calculate_per_token_loss=True: Megatron then divides gradients by a number of tokens that policy_loss does "
+            "not report, since it has divided by its own already. Set calculate_per_token_loss=False."
+        )
 
 
 def _scores_for_logits(
