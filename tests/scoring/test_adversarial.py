@@ -10,7 +10,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.scoring.oracle import oracle_scores, scores_from_logits
-from trl_support_replay.scoring import LMHead, LoRAFactors, SupportCSR, score_support, score_support_from_logits
+from trl_support_replay.scoring import (
+    LMHead,
+    LoRAFactors,
+    SupportCSR,
+    blocks,
+    full_projection,
+    plan,
+    score_support,
+    score_support_from_logits,
+)
 from trl_support_replay.scoring.support_scores import FULL_OUTPUTS, OUTPUTS, _plan
 
 FAST = ("union", "sparse")
@@ -273,8 +282,6 @@ def test_singletons_among_others_get_exact_zeros(implementation):
 @pytest.mark.parametrize("outputs", [("logprobs",), OUTPUTS], ids=["support", "all"])
 @pytest.mark.parametrize("implementation", ALL)
 def test_supports_of_many_sizes_span_all_blocks_and_tiles(implementation, outputs, monkeypatch):
-    from trl_support_replay.scoring import blocks, full_projection, plan
-
     monkeypatch.setattr(plan, "BLOCK_ROWS", {"cpu": 5})
     monkeypatch.setattr(plan, "TILE_COLUMNS", 7)
     monkeypatch.setattr(blocks, "BUFFER_BYTES", 256)
@@ -353,6 +360,12 @@ def test_a_plan_is_made_once():
         score_support(hidden, LMHead(weight), torch.tensor(sampled), support)
     assert len(support._plans) == 1
     assert support.plan(0, 50, "sparse") is support.plan(0, 50, "sparse")
+
+
+def test_other_devices_are_refused_by_name():
+    for name in ("mps", "xpu"):
+        with pytest.raises(ValueError, match=f"cannot be scored on '{name}'.* cpu and cuda devices"):
+            plan.make_plan(np.array([1, 2]), np.array([0, 2]), 0, 5, kernel="union", device=torch.device(name))
 
 
 def test_supports_from_device_tensors_equal_those_from_lists():

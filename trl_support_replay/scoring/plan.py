@@ -77,8 +77,13 @@ def make_plan(
             cost less than one dot product a pair.
 
     Raises:
-        ValueError: an id twice in a row.
+        ValueError: an id twice in a row; a device that is neither a CPU nor a CUDA device.
     """
+    if device.type not in BLOCK_ROWS:
+        raise ValueError(
+            f"Supports cannot be scored on {device.type!r}: the products and sums that this takes run on "
+            f"{' and '.join(BLOCK_ROWS)} devices. Put the model on one of those (use_cpu=True in the training arguments)."
+        )
     sizes = np.diff(offsets)
     # Rows of like size share a block, so that one wide row does not widen the product for many narrow ones.
     rows = np.flatnonzero(sizes > 1)
