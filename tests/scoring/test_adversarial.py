@@ -20,6 +20,7 @@ from trl_support_replay.scoring import (
     score_support,
     score_support_from_logits,
 )
+from trl_support_replay.scoring.precision import full_precision
 from trl_support_replay.scoring.support_scores import FULL_OUTPUTS, OUTPUTS, _plan
 
 FAST = ("union", "sparse")
@@ -229,6 +230,27 @@ def test_autocast_does_not_lower_the_precision(implementation, outputs):
         inside = run()
     for a, b in zip(plain, inside, strict=True):
         assert torch.equal(a, b)
+
+
+def test_tf32_is_off_inside_and_as_it_was_afterwards():
+    matmul, cuda = torch.backends.cuda.matmul, torch.device("cuda")
+    before = matmul.fp32_precision
+    try:
+        for setting in ("tf32", "ieee"):
+            matmul.fp32_precision = setting
+            with full_precision(cuda):
+                with full_precision(cuda):  # as another thread's backward
+                    assert matmul.fp32_precision == "ieee"
+                assert matmul.fp32_precision == "ieee"
+            assert matmul.fp32_precision == setting
+        # Set in the older way, it can still be read in that way.
+        torch.set_float32_matmul_precision("high")
+        with full_precision(cuda):
+            assert matmul.fp32_precision == "ieee"
+        assert matmul.allow_tf32
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        matmul.fp32_precision = before
 
 
 # ------------------------------------------------------------------------------------------------------ edge sizes
