@@ -172,6 +172,43 @@ def test_broken_tables_are_refused(edit, message):
         table_to_traces(edit(table))
 
 
+def without(name):
+    return lambda table: table.drop_columns([name])
+
+
+def replaced(name, value, kind):
+    return lambda table: table.set_column(
+        table.column_names.index(name), name, pa.array([value, *table[name].to_pylist()[1:]], kind)
+    )
+
+
+def negative_shape(table):
+    num_tokens, num_layers, top_k = table["routed_experts_shape"][0].as_py()
+    shape = [-num_tokens, -num_layers, top_k]
+    return replaced("routed_experts_shape", shape, pa.list_(pa.int32()))(table)
+
+
+ROUTE_COLUMNS = ("routed_experts_shape", "routed_experts_captured", "routed_experts_layers", "num_experts")
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        *((without(name), rf"without the columns \['{name}'\]") for name in ROUTE_COLUMNS),
+        *(
+            (replaced(name, None, trace_schema(300).field(name).type), f"Row 0 has no {name}")
+            for name in ("routed_experts", *ROUTE_COLUMNS)
+        ),
+        (replaced("num_experts", 300.0, pa.float64()), "num_experts holds values of type double, .* not integer"),
+        (negative_shape, r"do not fill a shape of \[-"),
+    ],
+)
+def test_broken_routes_are_refused(edit, message):
+    table = traces_to_table([make_trace(np.random.default_rng(i), routed=True) for i in range(3)], **ORIGIN)
+    with pytest.raises(TraceSchemaError, match=message):
+        table_to_traces(edit(table))
+
+
 def good():
     rows = SupportRows.from_ragged([[4, 5], [], [7]])
     logprobs = np.array([-0.5, np.nan, 0.0], np.float32)
