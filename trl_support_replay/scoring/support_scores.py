@@ -8,7 +8,7 @@ with `z` the logits after scale, softcap and temperature, and `S` fixed.
 from __future__ import annotations
 
 import importlib.util
-import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ from .head_projection import HeadProjection
 from .lm_head import LMHead, VocabShard
 from .plan import CandidatePlan, to_device
 from .precision import compute_dtype, full_precision
-from .projection import LogitTransform, Projection
+from .projection import LogitTransform, Projection, check_temperature
 from .reference import dense_projection, full_statistics
 from .row_statistics import RowStatistics, SegmentPick, SegmentStatistics
 
@@ -88,10 +88,10 @@ def score_support(
             cost of a full projection for those rows.
 
     Raises:
-        ValueError: shapes that disagree, an unknown name, a temperature that is not above 0, an empty row where they
-            are refused, a candidate beyond the head, a candidate twice in a row, a sampled token that is not in its
-            row. (On a GPU the last one is a device-side assertion, so as not to wait for the device; so is a candidate
-            beyond a head that is split over ranks.)
+        ValueError: shapes that disagree, an unknown name, an implementation that cannot run there, a temperature that is
+            not above 0, an empty row where they are refused, a candidate beyond the head, a candidate twice in a row, a
+            sampled token that is not in its row. (On a GPU the last one is a device-side assertion, so as not to wait for
+            the device; so is a candidate beyond a head that is split over ranks.)
     """
     _check(hidden, sampled_ids, support, temperature, outputs, empty_rows)
     if implementation not in IMPLEMENTATIONS:
@@ -329,9 +329,15 @@ def _kernel(implementation: str, hidden: torch.Tensor, weight: torch.Tensor) -> 
             f"implementation='sparse' needs a weight in {dtype} on a CPU, not {weight.dtype} on {weight.device}. Use "
             "'union' or 'auto'."
         )
+    has_triton = importlib.util.find_spec("triton") is not None
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # on a CPU, for tests
+    if implementation == "triton" and not (has_triton and (device == "cuda" or interpreted)):
+        raise ValueError(
+            f"implementation='triton' needs the triton package and a weight on a CUDA device, not on {weight.device}. Use "
+            "'union' or 'auto'."
+        )
     if implementation == "auto":
-        has_triton = device == "cuda" and importlib.util.find_spec("triton") is not None
-        return "sparse" if can_sparse else "triton" if has_triton else "union"
+        return "sparse" if can_sparse else "triton" if device == "cuda" and has_triton else "union"
     return "union" if implementation == "reference" else implementation
 
 
@@ -360,8 +366,7 @@ def _check(
             f"Scoring needs one row of states, one sampled id and one support a token, not shapes "
             f"{tuple(inputs.shape)} and {tuple(sampled_ids.shape)} and {len(support)} supports."
         )
-    if not (temperature > 0 and math.isfinite(temperature)):
-        raise ValueError(f"temperature={temperature}: a sampled distribution has a temperature above 0.")
+    check_temperature(temperature)
     unknown = [name for name in outputs if name not in OUTPUTS]
     if unknown or not outputs:
         raise ValueError(f"outputs={tuple(outputs)}: choose one or more among {', '.join(OUTPUTS)}.")
