@@ -110,6 +110,9 @@ def collect_scores(scores: torch.Tensor, non_loss_data: bool = True) -> torch.Te
     Call the forward-backward function with `forward_only=True, collect_non_loss_data=True` under `torch.no_grad()`; it
     returns the scores `[B, S, n]` of each micro-batch on the last pipeline stage. (`non_loss_data` is how the schedule
     says so.)
+
+    Raises:
+        ValueError: the schedule wants a loss.
     """
     if not non_loss_data:
         raise ValueError("collect_scores gives no loss: pass collect_non_loss_data=True to the schedule.")

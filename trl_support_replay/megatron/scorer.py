@@ -84,6 +84,9 @@ def score_vocab_parallel_logits(
 
     Returns:
         Float32 `[B, S, len(outputs)]`.
+
+    Raises:
+        ValueError: logits of other rows or positions than the tokens; and as [`score_support`].
     """
     if logits.shape[:2] != tokens.input_ids.shape:
         raise ValueError(f"Logits of shape {tuple(logits.shape)} for tokens of {tuple(tokens.input_ids.shape)}.")
@@ -100,7 +103,15 @@ def score_vocab_parallel_logits(
 
 
 def split_scores(scores: torch.Tensor, outputs: Sequence[str] = ("logprobs",)) -> SupportScores:
-    """What [`support_forward`] returned, by name, each `[B, S]`."""
+    """What [`support_forward`] returned, by name, each `[B, S]`.
+
+    Args:
+        scores: `[B, S, len(outputs)]`.
+        outputs: the names that the scores were asked for by, in that order.
+
+    Raises:
+        ValueError: another number of names than of columns.
+    """
     if scores.shape[-1] != len(outputs):
         raise ValueError(f"Scores of shape {tuple(scores.shape)} do not hold the {len(outputs)} outputs {outputs}.")
     return SupportScores(**dict(zip(outputs, scores.unbind(-1), strict=True)))
