@@ -25,16 +25,13 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from .routes import RoutedExperts, route_dtype
 from .support import SupportError, SupportRows
-
-if TYPE_CHECKING:
-    from datasets import Features
 
 SCHEMA_VERSION = 1
 REQUIRED_COLUMNS = ("prompt_ids", "completion_ids", "loss_mask", "sampling_logprobs", "support_ids")
@@ -165,13 +162,6 @@ def check_column_names(names: Iterable[str], what: str) -> None:
             f"{what} has columns that traces fill themselves: {', '.join(taken)}. Rename them, for example with "
             f"dataset.rename_column({taken[0]!r}, 'source_{taken[0]}')."
         )
-
-
-def trace_features(num_experts: int | None = None) -> Features:
-    """`datasets.Features` of a traces dataset; see `trace_schema`."""
-    from datasets import Features
-
-    return Features.from_arrow_schema(trace_schema(num_experts))
 
 
 def traces_to_table(
