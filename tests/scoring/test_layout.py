@@ -197,7 +197,9 @@ def test_restore_is_differentiable():
         (lambda: TokenMetadataLayout.padded([3]).align(np.zeros(4), 0), "4 values for the 3 tokens"),
         (lambda: TokenMetadataLayout.padded([3]).restore(np.zeros((1, 4)), 0), r"shape \(1, 4\)"),
         (
-            lambda: TokenMetadataLayout.padded([3]).scored_tokens(np.zeros(3), np.zeros(0), np.zeros(3, int), np.zeros(3)),
+            lambda: TokenMetadataLayout.padded([3]).scored_tokens(
+                np.zeros(3), np.zeros(0), np.zeros(3, int), np.zeros(3)
+            ),
             "offsets covers 2 tokens; the layout has 3",
         ),
     ],

@@ -101,9 +101,10 @@ class ReplayedForwardStep:
         self._in_flight.clear()
 
     def finish(self) -> None:
-        """Check that each chunk ran as many micro-batches, at least one, and began the backward of each; set the metrics.
+        """Check, after `end`, that the schedule was whole, and set the metrics.
 
-        Call it after `end`.
+        Whole is one in which every chunk ran the same number of micro-batches, at least one, and backward reached the
+        output of each that is to be differentiated.
         """
         if len(set(self._num_seen)) > 1:
             raise RouterReplayError(

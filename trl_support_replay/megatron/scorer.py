@@ -49,7 +49,7 @@ def support_forward(
         vocabulary.
 
     Raises:
-        ValueError: an output layer or a setting that cannot be scored exactly; with gradient, a setting by which those of
+        ValueError: an output layer or a setting that cannot be scored exactly; with gradient, a setting by which
             [`policy_loss`] would be scaled wrongly; tokens that do not fit the hidden states; and as [`score_support`].
     """
     inner: Any = unwrap(model)
@@ -134,8 +134,8 @@ def _check_scorable(layer: nn.Module, config: Any) -> None:
     # parallel ranks instead of averaged: those of a two-tuple loss come out too large by the number of these ranks.
     if torch.is_grad_enabled() and config.calculate_per_token_loss:
         raise ValueError(
-            "calculate_per_token_loss=True: Megatron then divides gradients by a number of tokens that policy_loss does "
-            "not report, since it has divided by its own already. Set calculate_per_token_loss=False."
+            "calculate_per_token_loss=True: Megatron then divides gradients by a number of tokens that policy_loss "
+            "does not report, since it has divided by its own already. Set calculate_per_token_loss=False."
         )
 
 

@@ -140,7 +140,7 @@ class RouterReplay:
         noted a second time.
 
         Raises:
-            RouterReplayError: routes are being replayed or recorded already, or, in a forward, a router whose top-k is not
+            RouterReplayError: routes are being replayed or recorded already; in a forward, a router whose top-k is not
                 the one that it was found with.
         """
         if self._scope is not None:

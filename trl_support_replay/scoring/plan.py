@@ -82,7 +82,7 @@ def make_plan(
     if device.type not in BLOCK_ROWS:
         raise ValueError(
             f"Supports cannot be scored on {device.type!r}: the products and sums that this takes run on "
-            f"{' and '.join(BLOCK_ROWS)} devices. Put the model on one of those (use_cpu=True in the training arguments)."
+            f"{' and '.join(BLOCK_ROWS)} devices. Put the model on one of them, for example by use_cpu=True."
         )
     sizes = np.diff(offsets)
     # Rows of like size share a block, so that one wide row does not widen the product for many narrow ones.

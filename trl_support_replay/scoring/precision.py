@@ -54,8 +54,8 @@ class _WithoutTF32:
 
 _without_tf32 = _WithoutTF32()
 
-# From PyTorch 2.9 on products follow `fp32_precision`, which the older `allow_tf32` also sets, but which reading that one
-# refuses when both have been used. So where there is the newer one, it alone is read and written.
+# From PyTorch 2.9 on products follow `fp32_precision`. The older `allow_tf32` sets it too, but reading that one raises
+# when both have been set, so where there is the newer one, it alone is read and written.
 _HAS_FP32_PRECISION = hasattr(torch.backends.cuda.matmul, "fp32_precision")
 
 

@@ -118,9 +118,9 @@ def row_shards(module: nn.Module, parameter: nn.Parameter) -> RowShards | None:
 
     - FSDP2, where the head is sharded as a unit that is not gathered now: in its own unit, that is. Not where its rows
       are offloaded to the CPU.
-    - DeepSpeed ZeRO-3, where the parameter is frozen (LoRA) and its partitions end with a row, lie on the device, and are
-      in the parameter's own dtype: neither offloaded nor quantised. A trained parameter's gradient has to go through
-      DeepSpeed's own hooks, which want it whole.
+    - DeepSpeed ZeRO-3, where the parameter is frozen (LoRA) and its partitions end with a row, lie on the device, and
+      are in the parameter's own dtype: neither offloaded nor quantised. A trained parameter's gradient has to go
+      through DeepSpeed's own hooks, which want it whole.
 
     Args:
         module: the module that holds the parameter.

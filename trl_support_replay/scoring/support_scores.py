@@ -7,6 +7,7 @@ with `z` the logits after scale, softcap and temperature, and `S` fixed.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 from collections.abc import Sequence
@@ -88,10 +89,10 @@ def score_support(
             cost of a full projection for those rows.
 
     Raises:
-        ValueError: shapes that disagree, an unknown name, an implementation that cannot run there, a temperature that is
-            not above 0, an empty row where they are refused, a candidate beyond the head, a candidate twice in a row, a
-            sampled token that is not in its row. (On a GPU the last one is a device-side assertion, so as not to wait for
-            the device; so is a candidate beyond a head that is split over ranks.)
+        ValueError: shapes that disagree, an unknown name, an implementation that cannot run there, a temperature that
+            is not above 0, an empty row where they are refused, a candidate beyond the head, a candidate twice in a
+            row, a sampled token that is not in its row. (On a GPU the last one is a device-side assertion, so as not to
+            wait for the device; so is a candidate beyond a head that is split over ranks.)
     """
     _check(hidden, sampled_ids, support, temperature, outputs, empty_rows)
     if implementation not in IMPLEMENTATIONS:
@@ -329,16 +330,20 @@ def _kernel(implementation: str, hidden: torch.Tensor, weight: torch.Tensor) -> 
             f"implementation='sparse' needs a weight in {dtype} on a CPU, not {weight.dtype} on {weight.device}. Use "
             "'union' or 'auto'."
         )
-    has_triton = importlib.util.find_spec("triton") is not None
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # on a CPU, for tests
-    if implementation == "triton" and not (has_triton and (device == "cuda" or interpreted)):
+    if implementation == "triton" and not (_has_triton() and (device == "cuda" or interpreted)):
         raise ValueError(
-            f"implementation='triton' needs the triton package and a weight on a CUDA device, not on {weight.device}. Use "
-            "'union' or 'auto'."
+            f"implementation='triton' needs the triton package and a weight on a CUDA device, not on {weight.device}. "
+            "Use 'union' or 'auto'."
         )
     if implementation == "auto":
-        return "sparse" if can_sparse else "triton" if device == "cuda" and has_triton else "union"
+        return "sparse" if can_sparse else "triton" if device == "cuda" and _has_triton() else "union"
     return "union" if implementation == "reference" else implementation
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def _plan(

@@ -281,8 +281,8 @@ class TrajectoryBatch(Sequence[Trajectory]):
         """What a `rollout_func` of TRL's returns, with the supports and routes that replay needs, and `info` besides.
 
         Tokens that nobody sampled get the log-prob 0 that TRL expects there. `env_mask` is `loss_mask`: it keeps
-        observations out of the loss, but not a synthetic end of sequence that `finalize(synthetic_eos="full_vocab")` left
-        in it; the trainer knows that one by its empty support, and scores it over the whole vocabulary.
+        observations out of the loss, but not a synthetic end of sequence that `finalize(synthetic_eos="full_vocab")`
+        left in it; the trainer knows that one by its empty support, and scores it over the whole vocabulary.
 
         Raises:
             TrajectoryError: a trajectory that [`to_trace`] refuses, or `info` under a name that a rollout uses itself.
