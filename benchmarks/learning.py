@@ -38,7 +38,7 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_support_replay import SupportReplayGRPOConfig, SupportReplayGRPOTrainer
-from trl_support_replay.capture.vllm_engine import stock_engine_fixes
+from trl_support_replay.capture.vllm_engine import choose_capture, stock_engine_fixes
 from trl_support_replay.rebind import rebound
 
 HERE = Path(__file__).parent
@@ -164,12 +164,18 @@ class Rows(TrainerCallback):
 
 @contextmanager
 def one_engine() -> Iterator[None]:
-    """While the block runs, trainers share one engine; each loads its own weights into it before it samples."""
+    """While the block runs, trainers share one engine; each loads its own weights into it before it samples.
+
+    It has the arguments that replay needs, whichever variant comes first.
+    """
     build, engines = trl_vllm.LLM, []
+    replays: dict[str, Any] = {"max_logprobs": 64}
+    if choose_capture("auto") == "native":
+        replays["return_sampling_mask"] = True
 
     def shared(**kwargs: Any) -> Any:
         if not engines:
-            engines.append(build(**kwargs | {"max_logprobs": 64}))
+            engines.append(build(**kwargs | replays))
         engines[0].reset_prefix_cache()
         return engines[0]
 

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,6 +42,25 @@ def seconds(
     return statistics.median(step() for _ in range(repeats))
 
 
+def costs(rows: list[dict[str, Any]]) -> tuple[float, float, float]:
+    """Seconds of a pair, of a cell of a union product and of a row that is gathered for one, by least squares.
+
+    `pairs_seconds = fixed + pair * pairs` and `union_seconds = fixed + blocks * block + row * columns + cell * cells`.
+    """
+    pairs, columns, tokens, blocks = (
+        np.array([row[name] for row in rows], dtype=float) for name in ("pairs", "columns", "block_rows", "blocks")
+    )
+    one = np.ones(len(rows))
+
+    def fit(name: str, *terms: np.ndarray) -> np.ndarray:
+        seconds = np.array([row[name] for row in rows])
+        return np.linalg.lstsq(np.stack([one, *terms], axis=1), seconds, rcond=None)[0]
+
+    _, pair = fit("pairs_seconds", pairs)
+    _, _, row, cell = fit("union_seconds", blocks, columns, columns * tokens)
+    return float(pair), float(cell), float(row)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=1_024)
@@ -52,50 +73,50 @@ def main() -> None:
     rng = np.random.default_rng(0)
     hidden = torch.randn(args.tokens, args.hidden, requires_grad=True)
     weight = (torch.randn(args.vocab, args.hidden) / args.hidden**0.5).requires_grad_()
-    block = plan.BLOCK_ROWS["cpu"]
     rows = []
-    for pool in (64, 256, 1_024, 4_096):
-        for size in (4, 16, 64, 256):
-            if size > pool:
-                continue
-            ids = []
-            for first in range(0, args.tokens, block):
-                shared = rng.choice(args.vocab, pool, replace=False)
-                ids += [rng.permutation(shared)[:size] for _ in range(min(block, args.tokens - first))]
-            offsets = np.arange(args.tokens + 1) * size
-            sampled = torch.from_numpy(np.array([row[0] for row in ids]))
-            times = {}
-            for name, cost in (("pairs", np.inf), ("union", 0.0)):
-                plan.CELL_COST = plan.GATHER_COST = cost
-                support = SupportCSR.from_numpy(np.concatenate(ids), offsets)
-                times[name] = seconds(hidden, weight, support, sampled, args.repeats)
-                blocks = support.plan(0, args.vocab, "sparse").blocks
-            columns = sum(len(tile.ids) for b in blocks for tile in b.tiles)
-            rows.append(
-                {
-                    "hidden": args.hidden,
-                    "block_rows": block,
-                    "support": size,
-                    "union_a_block": round(columns / len(blocks), 1),
-                    "pairs": int(offsets[-1]),
-                    "columns": columns,
-                    "density": round(int(offsets[-1]) / (columns * block), 4),
-                    "pairs_seconds": round(times["pairs"], 5),
-                    "union_seconds": round(times["union"], 5),
-                    "processor": processor_name(),
-                    "torch": torch.__version__,
-                }
-            )
-            print(
-                f"K={size:<4} union {rows[-1]['union_a_block']:7.1f}  density {rows[-1]['density']:.3f}  "
-                f"pairs {times['pairs'] * 1e3:8.2f} ms  union {times['union'] * 1e3:8.2f} ms",
-                flush=True,
-            )
-    # pairs_seconds = fixed + pair * P;  union_seconds = fixed + row * U
-    pair = np.polyfit([r["pairs"] for r in rows], [r["pairs_seconds"] for r in rows], 1)[0]
-    row = np.polyfit([r["columns"] for r in rows], [r["union_seconds"] for r in rows], 1)[0]
+    # Blocks of several sizes tell the cost of a cell from that of a row, which they share between more tokens or fewer.
+    for block, pool, size in itertools.product((8, 32, 128), (64, 256, 1_024, 4_096), (4, 16, 64, 256)):
+        if size > pool:
+            continue
+        plan.BLOCK_ROWS = {"cpu": block}
+        ids = []
+        for first in range(0, args.tokens, block):
+            shared = rng.choice(args.vocab, pool, replace=False)
+            ids += [rng.permutation(shared)[:size] for _ in range(min(block, args.tokens - first))]
+        offsets = np.arange(args.tokens + 1) * size
+        sampled = torch.from_numpy(np.array([row[0] for row in ids]))
+        times = {}
+        for name, cost in (("pairs", np.inf), ("union", 0.0)):
+            plan.CELL_COST = plan.GATHER_COST = cost
+            support = SupportCSR.from_numpy(np.concatenate(ids), offsets)
+            times[name] = seconds(hidden, weight, support, sampled, args.repeats)
+            blocks = support.plan(0, args.vocab, "sparse").blocks
+        columns = sum(len(tile.ids) for b in blocks for tile in b.tiles)
+        rows.append(
+            {
+                "hidden": args.hidden,
+                "block_rows": block,
+                "blocks": len(blocks),
+                "support": size,
+                "union_a_block": round(columns / len(blocks), 1),
+                "pairs": int(offsets[-1]),
+                "columns": columns,
+                "density": round(int(offsets[-1]) / (columns * block), 4),
+                "pairs_seconds": round(times["pairs"], 5),
+                "union_seconds": round(times["union"], 5),
+                "processor": processor_name(),
+                "torch": torch.__version__,
+            }
+        )
+        print(
+            f"n={block:<4} K={size:<4} union {rows[-1]['union_a_block']:7.1f}  density {rows[-1]['density']:.3f}  "
+            f"pairs {times['pairs'] * 1e3:8.2f} ms  union {times['union'] * 1e3:8.2f} ms",
+            flush=True,
+        )
+    pair, cell, row = costs(rows)
     print(
-        f"a pair: {pair * 1e6:.2f} us; a row of a union of {block} tokens: {row * 1e6:.2f} us = {row / pair:.2f} pairs"
+        f"a pair: {pair * 1e6:.2f} us; a cell of a union product: {cell / pair:.4f} pairs; "
+        f"a gathered row: {row / pair:.2f} pairs"
     )
     with open(args.output, "w", newline="") as file:
         writer = csv.DictWriter(file, rows[0])

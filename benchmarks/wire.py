@@ -219,7 +219,7 @@ def measure(url: str, tokenizer: Any, samples: int, max_tokens: int, repeats: in
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="folder of the model that is served")
+    parser.add_argument("--model", default="models/SmolLM2-135M-Instruct", help="folder of the model that is served")
     parser.add_argument("--samples", type=int, default=8, help="samples for each of the prompts")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=30)

@@ -24,6 +24,7 @@ from transformers import PreTrainedConfig
 
 from tests.scoring.oracle import scores_from_logits
 from trl_support_replay.scoring import SupportCSR, lm_head_from_model, score_support
+from trl_support_replay.scoring.row_fetch import RowShards
 
 from .scorer_tp_cases import counted_collectives
 
@@ -244,3 +245,14 @@ def run(backends: tuple[str, ...]) -> dict[str, list[str]]:
     """For each case what went wrong on this rank."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     return {name: check(*case) for name, case in cases(backends, dist.get_world_size()).items()}
+
+
+def beyond_the_rows() -> str:
+    """What this rank reads when only rank 1 asks for rows that nobody holds."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    shards = RowShards(torch.zeros(3, 2), 3 * world - 1, 3, dist.group.WORLD, torch.float32, divide_gradient=False)
+    try:
+        shards.fetch(np.array([-1, 0, 3 * world - 1]) if rank == 1 else np.array([0]))
+    except ValueError as error:
+        return str(error)
+    return "no error"

@@ -158,18 +158,30 @@ def check(parts: str, implementation: str, outputs: tuple[str, ...], bounds: lis
         torch.testing.assert_close(x.grad.double(), want, rtol=1e-6, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def check_refusal():
-    """A sampled token that is in no shard's part of its row."""
+def check_refusals():
+    """Supports that no shard alone can see are wrong."""
     world, rank = dist.get_world_size(), dist.get_rank()
     start, stop = BOUNDS[world][0][rank : rank + 2]
     head = LMHead(torch.ones(stop - start, WIDTH), shard=VocabShard(start, stop, dist.group.WORLD))
-    support = SupportCSR.from_lists([[1, 50], [1, 50]])
-    try:
-        score_support(torch.ones(2, WIDTH), head, torch.tensor([1, 30]), support)
-    except ValueError as error:
-        assert "First: token 1; so for 1 of 2 tokens" in str(error), error
-    else:
-        raise AssertionError("a sampled token outside its row was scored")
+    for rows, sampled, message in (
+        ([[1, 50], [1, 50]], [1, 30], "not among the ids of its support"),
+        ([[1, 50], [50]], [1, 30], "not among the ids of its support"),
+        ([[1, 50], []], [1, VOCAB], "not among the ids of its support"),
+        ([[1, 50], [1, VOCAB]], [1, 1], "an id beyond the head"),
+        ([[1, 50], [-1, 1]], [1, 1], "an id beyond the head"),
+        ([[1, 50], [VOCAB]], [1, VOCAB], "an id beyond the head"),
+    ):
+        with counted_collectives() as forward:
+            try:
+                score_support(
+                    torch.ones(2, WIDTH), head, torch.tensor(sampled), SupportCSR.from_lists(rows), empty_rows="full"
+                )
+            except ValueError as error:
+                assert message in str(error), error
+                assert "First: token 1; so for 1 of 2 tokens" in str(error), error
+            else:
+                raise AssertionError(f"tokens {sampled} were scored over {rows}")
+        assert forward == {"MAX": 1, "SUM": 1}, forward
 
 
 def cases(world: int) -> dict[str, tuple]:
@@ -202,5 +214,5 @@ def run() -> dict[str, str | None]:
             results[name] = None
         except AssertionError:
             results[name] = traceback.format_exc()
-    check_refusal()
+    check_refusals()
     return results

@@ -6,10 +6,14 @@ Ranks score different numbers of tokens, singletons alone, or nothing, and must 
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
 
 from tests.ranks import run_on_ranks
+from trl_support_replay.scoring.row_fetch import row_shards
 
 from .scorer_sharding_cases import FSDP2, cases
 
@@ -44,3 +48,33 @@ def test_two_ranks(group, world, case):
 @pytest.mark.parametrize(("group", "world", "case"), parameters(4))
 def test_four_ranks(group, world, case):
     check(group, world, case)
+
+
+def test_every_rank_refuses_candidates_of_one_that_lie_beyond_the_head():
+    message = "2 candidates of rank 1, -1 among them, lie beyond the head's 5 rows."
+    assert run_on_ranks(2, "tests.distributed.scorer_sharding_cases:beyond_the_rows") == [message] * 2
+
+
+@pytest.mark.parametrize(
+    ("partition", "fetched"),
+    [
+        ({}, True),
+        ({"dtype": torch.int8}, False),  # quantised
+        ({"device": "meta"}, False),  # as when offloaded: not where the parameter is used
+        ({"size": (5,)}, False),  # ends within a row
+    ],
+)
+def test_zero3_partitions_that_hold_no_rows_as_they_are(partition, fetched, monkeypatch):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    parameter = SimpleNamespace(
+        ds_tensor=torch.zeros(**{"size": (6,), **partition}),
+        ds_process_group=None,
+        ds_shape=torch.Size((4, 3)),
+        ds_status=ZeroParamStatus.NOT_AVAILABLE,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        requires_grad=False,
+    )
+    assert (row_shards(nn.Linear(3, 4), parameter) is not None) == fetched

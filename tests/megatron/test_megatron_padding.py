@@ -81,7 +81,8 @@ def test_counts_where_there_are_as_many_positions_as_experts() -> None:
     def forward_step(iterator: Any, module: GPTModel) -> Any:
         return module(ids, torch.arange(width).expand(BATCH, width), tiny_gpt.causal_mask(width), labels=labels), None
 
-    with MegatronRouterReplay(model).schedule(forward_step, lambda i: RouteBatch(experts, padding=padding)) as step:
+    routes = RouteBatch(experts, padding=padding)
+    with MegatronRouterReplay(model).schedule(forward_step, lambda i: routes, forward_only=True) as step:
         step(None, model)
     for layer, router in enumerate(routers(model)):
         want = torch.bincount(experts[:, :, layer][~padding].flatten().long(), minlength=tiny_gpt.EXPERTS)

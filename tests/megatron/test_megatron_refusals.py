@@ -26,9 +26,10 @@ from trl_support_replay.traces import RoutedExperts, RoutesError
 
 def test_a_model_that_runs_without_its_micro_batch() -> None:
     model = build()
-    with MegatronRouterReplay(model).schedule(forward_step, some_routes().__getitem__):
-        with pytest.raises(RouterReplayError, match="runs in a forward that no micro-batch of the schedule is known"):
-            run(forward_step, model)
+    with pytest.raises(RouterReplayError, match="No micro-batch ran while the routes were open"):
+        with MegatronRouterReplay(model).schedule(forward_step, some_routes().__getitem__):
+            with pytest.raises(RouterReplayError, match="runs in a forward that no micro-batch of the schedule"):
+                run(forward_step, model)
 
 
 def test_backward_in_a_forward_only_schedule() -> None:

@@ -221,6 +221,16 @@ def test_settings_that_the_scorer_refuses(setting: str) -> None:
         support_forward(model, batch.tokens, batch.attention_mask())
 
 
+def test_a_loss_that_megatron_would_divide_by_tokens_is_refused_in_training() -> None:
+    batch = micro_batch()
+    model = build(**DENSE)
+    model.config.calculate_per_token_loss = True
+    with pytest.raises(ValueError, match="Set calculate_per_token_loss=False"):
+        support_forward(model, batch.tokens, batch.attention_mask())
+    with torch.no_grad():
+        assert support_forward(model, batch.tokens, batch.attention_mask()).shape == (2, 20, 1)
+
+
 def test_output_layers_and_scores_of_another_kind() -> None:
     batch = micro_batch()
     model = build(**DENSE)

@@ -6,8 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from moe_checks import BATCH, WIDTH, loss_of, random_routes, record, tokens, train_step
 from moe_families import NUM_EXPERTS, TOP_K, build
+from torch._subclasses import FakeTensorMode
 
 from trl_support_replay.routing import RouteBatch, RouterReplay
+from trl_support_replay.routing.devices import stack_across_devices
+from trl_support_replay.routing.recording import Recording
 from trl_support_replay.traces.routes import RoutedExperts
 
 
@@ -168,3 +171,17 @@ def test_load_balancing_loss_keeps_the_live_probabilities():
         replayed = model(input_ids=ids, attention_mask=mask)
     assert live.aux_loss > 0 and torch.equal(replayed.aux_loss, live.aux_loss)
     assert not torch.allclose(replayed.logits, live.logits, atol=1e-3)
+
+
+def test_routers_on_several_devices():
+    """As `device_map` spreads them; tensors without values stand for those of two GPUs."""
+    with FakeTensorMode():
+        recording = Recording((3, 7), NUM_EXPERTS)
+        for column, device in enumerate(("cuda:0", "cuda:1")):
+            experts = torch.zeros(BATCH * WIDTH, TOP_K, dtype=torch.int64, device=device)
+            recording.handle(column)(experts, experts, lambda experts=experts: (experts, experts))
+        together = recording.experts(BATCH)
+        assert together.shape == (BATCH, WIDTH, 2, TOP_K)
+        assert together.device == torch.device("cuda:0")
+        counts = [torch.zeros((), dtype=torch.int64, device=f"cuda:{i}") for i in (1, 0, 1)]
+        assert stack_across_devices(counts).device == torch.device("cuda:1")

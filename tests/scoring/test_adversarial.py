@@ -10,8 +10,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.scoring.oracle import oracle_scores, scores_from_logits
-from trl_support_replay.scoring import LMHead, LoRAFactors, SupportCSR, score_support, score_support_from_logits
-from trl_support_replay.scoring.support_scores import FULL_OUTPUTS, OUTPUTS
+from trl_support_replay.scoring import (
+    LMHead,
+    LoRAFactors,
+    SupportCSR,
+    blocks,
+    full_projection,
+    plan,
+    score_support,
+    score_support_from_logits,
+)
+from trl_support_replay.scoring.precision import full_precision
+from trl_support_replay.scoring.support_scores import FULL_OUTPUTS, OUTPUTS, _plan
 
 FAST = ("union", "sparse")
 ALL = ("reference", *FAST)
@@ -68,6 +78,12 @@ def test_impossible_supports_are_refused(rows, sampled, message):
     with pytest.raises(ValueError, match=message):
         empty_rows = "full" if "50" in message and "sampled" in message else "error"
         score_support(hidden, LMHead(weight), torch.tensor(sampled), SupportCSR.from_lists(rows), empty_rows=empty_rows)
+
+
+def test_candidates_beyond_the_head_are_found_without_reading_the_device():
+    sampled = torch.zeros(2, dtype=torch.long, device="meta")
+    with pytest.raises(ValueError, match="row 1 has id 50; the head has ids 0 to 49"):
+        _plan(SupportCSR.from_lists([[0, 1], [0, 50]]), None, 50, sampled, "union")
 
 
 @pytest.mark.parametrize(
@@ -216,6 +232,27 @@ def test_autocast_does_not_lower_the_precision(implementation, outputs):
         assert torch.equal(a, b)
 
 
+def test_tf32_is_off_inside_and_as_it_was_afterwards():
+    matmul, cuda = torch.backends.cuda.matmul, torch.device("cuda")
+    before = matmul.fp32_precision
+    try:
+        for setting in ("tf32", "ieee"):
+            matmul.fp32_precision = setting
+            with full_precision(cuda):
+                with full_precision(cuda):  # as another thread's backward
+                    assert matmul.fp32_precision == "ieee"
+                assert matmul.fp32_precision == "ieee"
+            assert matmul.fp32_precision == setting
+        # Set in the older way, it can still be read in that way.
+        torch.set_float32_matmul_precision("high")
+        with full_precision(cuda):
+            assert matmul.fp32_precision == "ieee"
+        assert matmul.allow_tf32
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        matmul.fp32_precision = before
+
+
 # ------------------------------------------------------------------------------------------------------ edge sizes
 
 
@@ -267,8 +304,6 @@ def test_singletons_among_others_get_exact_zeros(implementation):
 @pytest.mark.parametrize("outputs", [("logprobs",), OUTPUTS], ids=["support", "all"])
 @pytest.mark.parametrize("implementation", ALL)
 def test_supports_of_many_sizes_span_all_blocks_and_tiles(implementation, outputs, monkeypatch):
-    from trl_support_replay.scoring import blocks, full_projection, plan
-
     monkeypatch.setattr(plan, "BLOCK_ROWS", {"cpu": 5})
     monkeypatch.setattr(plan, "TILE_COLUMNS", 7)
     monkeypatch.setattr(blocks, "BUFFER_BYTES", 256)
@@ -347,6 +382,12 @@ def test_a_plan_is_made_once():
         score_support(hidden, LMHead(weight), torch.tensor(sampled), support)
     assert len(support._plans) == 1
     assert support.plan(0, 50, "sparse") is support.plan(0, 50, "sparse")
+
+
+def test_other_devices_are_refused_by_name():
+    for name in ("mps", "xpu"):
+        with pytest.raises(ValueError, match=f"cannot be scored on '{name}'.* cpu and cuda devices"):
+            plan.make_plan(np.array([1, 2]), np.array([0, 2]), 0, 5, kernel="union", device=torch.device(name))
 
 
 def test_supports_from_device_tensors_equal_those_from_lists():

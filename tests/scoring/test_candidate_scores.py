@@ -34,9 +34,14 @@ def test_every_candidate_has_its_logprob_in_the_order_of_the_rows(data):
     assert got == pytest.approx(want, abs=1e-5)
 
 
-def test_shards_and_other_shapes_are_refused():
+def test_what_has_no_scores_is_refused():
     head = LMHead(torch.zeros(4, 3), shard=VocabShard(0, 4, object()))
     with pytest.raises(ValueError, match="a shard of it"):
         score_candidates(torch.zeros(1, 3), head, SupportCSR.from_lists([[1, 2]]))
     with pytest.raises(ValueError, match=r"shape \(2, 3\) for 1 supports"):
         score_candidates(torch.zeros(2, 3), LMHead(torch.zeros(4, 3)), SupportCSR.from_lists([[1, 2]]))
+    head = LMHead(torch.zeros(4, 3))
+    with pytest.raises(ValueError, match="temperature=0"):
+        score_candidates(torch.zeros(1, 3), head, SupportCSR.from_lists([[1, 2]]), temperature=0)
+    with pytest.raises(ValueError, match="row 0 has id 4; the head has ids 0 to 3"):
+        score_candidates(torch.zeros(1, 3), head, SupportCSR.from_lists([[1, 4]]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from peft import LoraConfig, get_peft_model
+from peft import AdaLoraConfig, LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -246,6 +246,12 @@ def test_variants_of_lora_on_the_head_are_refused(settings, message):
     base.lm_head = nn.Linear(16, VOCAB, bias=True)
     model = get_peft_model(base, LoraConfig(r=2, target_modules=["lm_head"], **settings))
     with pytest.raises(ValueError, match=message):
+        lm_head_from_model(model.get_base_model())
+
+
+def test_adalora_on_the_head_is_refused():
+    model = get_peft_model(build("llama"), AdaLoraConfig(init_r=2, total_step=10, target_modules=["lm_head"]))
+    with pytest.raises(ValueError, match="'default' on the output head belongs to a SVDLinear"):
         lm_head_from_model(model.get_base_model())
 
 

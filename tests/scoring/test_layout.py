@@ -166,6 +166,13 @@ def test_packed_rows_know_their_segments():
     assert part.token_at.tolist() == [[0, -1, 3, 4, -1, -1, -1, -1]]
 
 
+def test_a_packed_row_without_trajectories_can_be_cut():
+    for size in (1, 2):
+        part = TokenMetadataLayout.packed([]).context_shard(size, 0, zigzag=True)
+        assert part.token_at.shape == (1, 0)
+        assert part.cu_seqlens.tolist() == [0]
+
+
 def test_restore_is_differentiable():
     layout = TokenMetadataLayout.padded([2, 3], 4, side="left")
     values = torch.randn(2, 4, requires_grad=True)
@@ -190,7 +197,9 @@ def test_restore_is_differentiable():
         (lambda: TokenMetadataLayout.padded([3]).align(np.zeros(4), 0), "4 values for the 3 tokens"),
         (lambda: TokenMetadataLayout.padded([3]).restore(np.zeros((1, 4)), 0), r"shape \(1, 4\)"),
         (
-            lambda: TokenMetadataLayout.padded([3]).scored_tokens(np.zeros(3), np.zeros(0), np.zeros(3), np.zeros(3)),
+            lambda: TokenMetadataLayout.padded([3]).scored_tokens(
+                np.zeros(3), np.zeros(0), np.zeros(3, int), np.zeros(3)
+            ),
             "offsets covers 2 tokens; the layout has 3",
         ),
     ],

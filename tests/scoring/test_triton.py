@@ -10,6 +10,8 @@ import pytest
 import torch
 import triton
 
+from trl_support_replay.scoring import LMHead, SupportCSR, score_support
+
 
 def test_kernels_match_the_reference_under_the_interpreter():
     done = subprocess.run(
@@ -55,3 +57,10 @@ def test_triton_is_not_taken_on_a_cpu():
     weight = torch.zeros(3, 2)
     assert _kernel("auto", weight, weight) == "sparse"
     assert _kernel("auto", weight, weight.bfloat16()) == "union"
+
+
+def test_triton_on_a_cpu_is_refused(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    head, support = LMHead(torch.zeros(3, 2)), SupportCSR.from_lists([[0, 1]])
+    with pytest.raises(ValueError, match="implementation='triton' needs .* a CUDA device, not on cpu"):
+        score_support(torch.zeros(1, 2), head, torch.tensor([1]), support, implementation="triton")

@@ -16,7 +16,10 @@ def check(dtype: torch.dtype, width: int, parts: str) -> None:
     generator = torch.Generator().manual_seed(1)
 
     def leaf(*shape):
-        return torch.randn(shape, generator=generator).to(dtype).requires_grad_()
+        values = torch.randn(shape, generator=generator).to(dtype)
+        if parts == "column-major" and len(shape) == 2:
+            values = values.T.contiguous().T
+        return values.requires_grad_()
 
     vocab, num_tokens = 61, 21
     rows = [torch.randperm(vocab, generator=generator)[: 1 + i * 2 % 23].tolist() for i in range(num_tokens)]
@@ -49,7 +52,7 @@ def main() -> None:
     plan.BLOCK_ROWS = {"cpu": 6}
     kernels_triton.BLOCK_PAIRS, kernels_triton.BLOCK_WIDTH = 4, 16
     for dtype, width in ((torch.float64, 16), (torch.float32, 37), (torch.bfloat16, 21), (torch.float16, 5)):
-        for parts in ("plain", "all"):
+        for parts in ("plain", "column-major", "all"):
             check(dtype, width, parts)
     # Pairs one by one and union products side by side in one plan.
     support = SupportCSR.from_lists([[i, i + 20, i + 40] for i in range(6)] + [list(range(20))] * 6)

@@ -16,7 +16,6 @@ from trl_support_replay.traces.columns import (
     TraceSchemaError,
     sampling_temperatures,
     table_to_traces,
-    trace_features,
     trace_schema,
     traces_to_table,
 )
@@ -96,7 +95,7 @@ def test_plain_datasets_reads_shards_and_streams_them(tmp_path):
     folder.write(traces_to_table(traces[2:], **ORIGIN), 1)
     files = str(tmp_path / "traces" / "*.parquet")
     dataset = datasets.load_dataset("parquet", data_files=files, split="train", cache_dir=str(tmp_path / "cache"))
-    assert dataset.features == trace_features(300)
+    assert dataset.features == datasets.Features.from_arrow_schema(trace_schema(300))
     assert dataset[3]["support_ids"] == traces[3].supports.to_lists()
     streamed = list(datasets.load_dataset("parquet", data_files=files, split="train", streaming=True))
     assert [row["completion_ids"] for row in streamed] == [t.completion_ids.tolist() for t in traces]
@@ -168,6 +167,43 @@ def no_lists(table):
 )
 def test_broken_tables_are_refused(edit, message):
     table = traces_to_table([make_trace(np.random.default_rng(i)) for i in range(3)], **ORIGIN)
+    with pytest.raises(TraceSchemaError, match=message):
+        table_to_traces(edit(table))
+
+
+def without(name):
+    return lambda table: table.drop_columns([name])
+
+
+def replaced(name, value, kind):
+    return lambda table: table.set_column(
+        table.column_names.index(name), name, pa.array([value, *table[name].to_pylist()[1:]], kind)
+    )
+
+
+def negative_shape(table):
+    num_tokens, num_layers, top_k = table["routed_experts_shape"][0].as_py()
+    shape = [-num_tokens, -num_layers, top_k]
+    return replaced("routed_experts_shape", shape, pa.list_(pa.int32()))(table)
+
+
+ROUTE_COLUMNS = ("routed_experts_shape", "routed_experts_captured", "routed_experts_layers", "num_experts")
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        *((without(name), rf"without the columns \['{name}'\]") for name in ROUTE_COLUMNS),
+        *(
+            (replaced(name, None, trace_schema(300).field(name).type), f"Row 0 has no {name}")
+            for name in ("routed_experts", *ROUTE_COLUMNS)
+        ),
+        (replaced("num_experts", 300.0, pa.float64()), "num_experts holds values of type double, .* not integer"),
+        (negative_shape, r"do not fill a shape of \[-"),
+    ],
+)
+def test_broken_routes_are_refused(edit, message):
+    table = traces_to_table([make_trace(np.random.default_rng(i), routed=True) for i in range(3)], **ORIGIN)
     with pytest.raises(TraceSchemaError, match=message):
         table_to_traces(edit(table))
 
@@ -284,7 +320,6 @@ def test_shards_are_whole_or_absent(tmp_path, monkeypatch):
         "traces-00000007-000-00001.parquet",
     ]
     assert not list(tmp_path.glob(".*"))
-    assert folder.next_number() == 8
     (tmp_path / ".traces-00000009-000-00000.parquet.1.partial").write_bytes(b"PAR1")
     assert [p.name for p in folder.discard_from(5)] == ["traces-00000007-000-00001.parquet"]
     assert not list(tmp_path.glob(".*")) and len(folder.shards()) == 1

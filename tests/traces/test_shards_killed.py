@@ -24,7 +24,7 @@ from trl_support_replay.traces.support import SupportRows
 
 def write(path, num_shards, started):
     folder = ShardFolder(path)
-    number = folder.next_number()
+    number = len(folder.shards())
     folder.discard_from(number)
     for n in range(number, num_shards):
         rng = np.random.default_rng(n)

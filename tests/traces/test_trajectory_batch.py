@@ -87,6 +87,14 @@ def test_a_rollout_has_what_the_trainer_asks_for():
     assert TrajectoryBatch([]).rollout()["support_ids"] == []
 
 
+@pytest.mark.parametrize("name", ["logprobs", "env_mask", "support_ids", "routed_experts"])
+def test_info_does_not_take_the_place_of_what_a_rollout_has(name):
+    trace = TrajectoryTrace([1])
+    trace.append_sampled([5], [-0.5], support=SupportRows.from_ragged([[5, 7]]))
+    with pytest.raises(TrajectoryError, match=rf"info has \['{name}'\]"):
+        TrajectoryBatch([trace.finalize(info={name: 1.0})]).rollout()
+
+
 def test_a_trajectory_becomes_a_row_of_a_traces_dataset():
     trajectory = mixed(1.0)
     table = traces_to_table([trajectory.to_trace()], model="m", sampling={}, engine={})

@@ -29,7 +29,8 @@ def policy_loss(
         -min(r A, clip(r, 1 - epsilon, 1 + epsilon) A) + beta (exp(ref - logp) - (ref - logp) - 1)
 
     Under context parallelism each rank adds up its own tokens and divides by the number of the whole micro-batch, which
-    is what Megatron's schedule and gradient reduction expect of a two-tuple loss.
+    is what Megatron's schedule and gradient reduction expect of a two-tuple loss while `calculate_per_token_loss` is
+    False; [`support_forward`] refuses True.
 
     Args:
         tokens: this rank's.
@@ -109,6 +110,9 @@ def collect_scores(scores: torch.Tensor, non_loss_data: bool = True) -> torch.Te
     Call the forward-backward function with `forward_only=True, collect_non_loss_data=True` under `torch.no_grad()`; it
     returns the scores `[B, S, n]` of each micro-batch on the last pipeline stage. (`non_loss_data` is how the schedule
     says so.)
+
+    Raises:
+        ValueError: the schedule wants a loss.
     """
     if not non_loss_data:
         raise ValueError("collect_scores gives no loss: pass collect_non_loss_data=True to the schedule.")

@@ -80,7 +80,8 @@ class MegatronRouterReplay:
 
         Raises:
             RouterReplayError: replay state left by someone else, another schedule open on the same routers, routes
-                that do not fit the model or the tokens, or a router that did not take its routes exactly once.
+                that do not fit the model or the tokens, a router that did not take its routes exactly once, no
+                micro-batch at all, or one without a backward though `forward_only` is False.
         """
         step = ReplayedForwardStep(self._chunks, forward_step, routes_of, lengths_of, forward_only)
         with ExitStack() as installed:

@@ -107,7 +107,11 @@ def find_chunks(model_chunks: Sequence[nn.Module]) -> tuple[ModelChunk, ...]:
 
 
 def moe_layers(config: TransformerConfig) -> tuple[int, ...]:
-    """Global numbers, from 0, of the layers with a mixture of experts, over the whole model."""
+    """Global numbers, from 0, of the layers with a mixture of experts, over the whole model.
+
+    Raises:
+        RouterReplayError: `moe_layer_freq` is a list of another length than `num_layers`.
+    """
     every = config.moe_layer_freq
     if isinstance(every, int):
         return tuple(range(0, config.num_layers, every))

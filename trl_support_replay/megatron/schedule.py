@@ -68,6 +68,7 @@ class ReplayedForwardStep:
         self._forward: Key | None = None
         self._backward: Key | None = None
         self._ended = False
+        self._without_backward: list[Key] = []
         local_layers = [router.layer for chunk in chunks for router in chunk.routers]
         self._counter = RouteCounter(tuple(local_layers), self._config.moe_router_topk)
         self._num_captured = self._num_live = 0
@@ -95,13 +96,31 @@ class ReplayedForwardStep:
     def end(self) -> None:
         """No route is used from here on, whatever happened."""
         self._ended = True
+        # Nothing comes after the last backward that would let go of its micro-batch.
+        self._without_backward = sorted(key for key in self._in_flight if key != self._backward)
         self._in_flight.clear()
 
     def finish(self) -> None:
-        """Check that the schedule was whole, and set the metrics."""
+        """Check, after `end`, that the schedule was whole, and set the metrics.
+
+        Whole is one in which every chunk ran the same number of micro-batches, at least one, and backward reached the
+        output of each that is to be differentiated.
+        """
         if len(set(self._num_seen)) > 1:
             raise RouterReplayError(
                 f"The model chunks ran {self._num_seen} micro-batches: the schedule was left in the middle."
+            )
+        if not any(self._num_seen):
+            raise RouterReplayError(
+                "No micro-batch ran while the routes were open. Give the wrapped forward step to the forward-backward "
+                "function, and call that inside the block."
+            )
+        if self._without_backward:
+            chunk, index = self._without_backward[0]
+            raise RouterReplayError(
+                f"{len(self._without_backward)} micro-batches had no backward while their routes were open (first: "
+                f"micro-batch {index} of model chunk {chunk}). Leave the block after the forward-backward function has "
+                "returned, or open it with forward_only=True where nothing is differentiated."
             )
         self.metrics = self._counter.metrics(self._num_captured, self._num_live)
 

@@ -49,8 +49,8 @@ def support_forward(
         vocabulary.
 
     Raises:
-        ValueError: an output layer or a setting that cannot be scored exactly; tokens that do not fit the hidden
-            states; and as [`score_support`].
+        ValueError: an output layer or a setting that cannot be scored exactly; with gradient, a setting by which
+            [`policy_loss`] would be scaled wrongly; tokens that do not fit the hidden states; and as [`score_support`].
     """
     inner: Any = unwrap(model)
     inputs = (tokens.input_ids, tokens.position_ids, attention_mask)
@@ -84,6 +84,9 @@ def score_vocab_parallel_logits(
 
     Returns:
         Float32 `[B, S, len(outputs)]`.
+
+    Raises:
+        ValueError: logits of other rows or positions than the tokens; and as [`score_support`].
     """
     if logits.shape[:2] != tokens.input_ids.shape:
         raise ValueError(f"Logits of shape {tuple(logits.shape)} for tokens of {tuple(tokens.input_ids.shape)}.")
@@ -100,7 +103,15 @@ def score_vocab_parallel_logits(
 
 
 def split_scores(scores: torch.Tensor, outputs: Sequence[str] = ("logprobs",)) -> SupportScores:
-    """What [`support_forward`] returned, by name, each `[B, S]`."""
+    """What [`support_forward`] returned, by name, each `[B, S]`.
+
+    Args:
+        scores: `[B, S, len(outputs)]`.
+        outputs: the names that the scores were asked for by, in that order.
+
+    Raises:
+        ValueError: another number of names than of columns.
+    """
     if scores.shape[-1] != len(outputs):
         raise ValueError(f"Scores of shape {tuple(scores.shape)} do not hold the {len(outputs)} outputs {outputs}.")
     return SupportScores(**dict(zip(outputs, scores.unbind(-1), strict=True)))
@@ -119,6 +130,13 @@ def _check_scorable(layer: nn.Module, config: Any) -> None:
                 f"Supports cannot be scored in the output layer with {setting}=True. Set it to False, or score the "
                 "logits with score_vocab_parallel_logits."
             )
+    # The schedule then leaves it to the loss function to count tokens, and gradients are summed over data and context
+    # parallel ranks instead of averaged: those of a two-tuple loss come out too large by the number of these ranks.
+    if torch.is_grad_enabled() and config.calculate_per_token_loss:
+        raise ValueError(
+            "calculate_per_token_loss=True: Megatron then divides gradients by a number of tokens that policy_loss "
+            "does not report, since it has divided by its own already. Set calculate_per_token_loss=False."
+        )
 
 
 def _scores_for_logits(

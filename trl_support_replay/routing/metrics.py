@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .devices import stack_across_devices
+
 
 @dataclass(frozen=True)
 class RouteMetrics:
@@ -59,7 +61,7 @@ class RouteCounter:
         same = torch.zeros(len(self.layers), dtype=torch.int64)
         reordered = 0
         if self.columns:
-            both = torch.stack([torch.stack(self.same), torch.stack(self.reordered)]).cpu()
+            both = torch.stack([stack_across_devices(self.same), stack_across_devices(self.reordered)]).cpu()
             same.index_add_(0, torch.tensor(self.columns), both[0])
             reordered = int(both[1].sum())
         if not captured:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ..traces.routes import RoutedExperts, route_dtype
+from .devices import stack_across_devices
 from .errors import RouterReplayError
 from .intercept import in_backward
 
@@ -53,7 +54,7 @@ class Recording:
                     f"tokens, which are no batches of {batch_size}."
                 )
             columns.append(torch.cat([call.view(batch_size, -1, call.shape[-1]) for call in calls], dim=1))
-        return torch.stack(columns, dim=2)
+        return stack_across_devices(columns, dim=2)
 
     def samples(self, starts: Sequence[int], num_tokens: Sequence[int], width: int) -> list[RoutedExperts]:
         """Routes of each sample of a padded batch, as `generate` returns it.

@@ -138,6 +138,10 @@ class RouterReplay:
 
         For the capture of `generate`, and to make routes to replay. Layers that run again during backward are not
         noted a second time.
+
+        Raises:
+            RouterReplayError: routes are being replayed or recorded already; in a forward, a router whose top-k is not
+                the one that it was found with.
         """
         if self._scope is not None:
             raise RouterReplayError(

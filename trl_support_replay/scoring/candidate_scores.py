@@ -10,7 +10,7 @@ from .head_from_model import ModelHead
 from .lm_head import LMHead
 from .pair_projection import project_pairs
 from .precision import compute_dtype, full_precision
-from .projection import LogitTransform, Projection
+from .projection import LogitTransform, Projection, check_temperature
 from .row_statistics import SegmentStatistics
 
 
@@ -32,10 +32,12 @@ def score_candidates(
         `[nnz]`, in the order of `support.token_ids`; 0 for a candidate that is alone.
 
     Raises:
-        ValueError: shapes that disagree, or a head that is a shard of the vocabulary.
+        ValueError: shapes that disagree, a temperature that is not above 0, a head that is a shard of the vocabulary, a
+            candidate beyond the head, or one twice in a row.
     """
     if hidden.dim() != 2 or len(support) != len(hidden):
         raise ValueError(f"hidden of shape {tuple(hidden.shape)} for {len(support)} supports.")
+    check_temperature(temperature)
     if isinstance(head, ModelHead):
         (result,) = head.call(
             hidden, lambda states, found: (_score(states, found, support.to(states.device), temperature),)
@@ -47,6 +49,7 @@ def score_candidates(
 def _score(hidden: torch.Tensor, head: LMHead, support: SupportCSR, temperature: float) -> torch.Tensor:
     if head.group is not None:
         raise ValueError("score_candidates needs the whole vocabulary in one head, not a shard of it.")
+    support.check_range(head.weight.shape[0])
     plan = support.plan(0, head.weight.shape[0], "union")
     low_rank, lora_b = None, None
     with full_precision(hidden.device):

@@ -120,11 +120,7 @@ class SupportCSR:
             raise ValueError(f"{len(self)} supports for sampled_ids of shape {sampled.shape}.")
         ids, offsets = self.host_token_ids.astype(np.int64), self.host_offsets
         rows = np.repeat(np.arange(len(self)), np.diff(offsets))
-        outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
-        if len(outside):
-            raise ValueError(
-                f"Support row {rows[outside[0]]} has id {ids[outside[0]]}; the head has ids 0 to {vocab_size - 1}."
-            )
+        self.check_range(vocab_size)
         outside = np.flatnonzero((sampled < 0) | (sampled >= vocab_size))
         if len(outside):
             raise ValueError(
@@ -142,6 +138,21 @@ class SupportCSR:
                 f"for {len(missing)} of {len(self)} tokens. Supports and tokens are shifted "
                 "against each other, or the support was recorded under other sampling settings."
             )
+
+    def check_range(self, vocab_size: int) -> None:
+        """Check on the host that the head has all candidates.
+
+        Args:
+            vocab_size: rows of the whole output head.
+
+        Raises:
+            ValueError: an id outside the vocabulary.
+        """
+        ids = self.host_token_ids
+        outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+        if len(outside):
+            row = np.searchsorted(self.host_offsets, outside[0], side="right") - 1
+            raise ValueError(f"Support row {row} has id {ids[outside[0]]}; the head has ids 0 to {vocab_size - 1}.")
 
     def plan(self, start: int, stop: int, kernel: str) -> CandidatePlan:
         """The pairs whose candidate lies in `[start, stop)`, for one kind of product; made once, then kept.

@@ -116,7 +116,7 @@ def vocabulary_gradients(
     if needs.weight:
         total.weight = zero_matrix(inputs.weight)
     if needs.lora_b and inputs.lora_b is not None:
-        total.lora_b = torch.zeros_like(inputs.lora_b)
+        total.lora_b = torch.zeros_like(inputs.lora_b, memory_format=torch.contiguous_format)
     if needs.bias and inputs.bias is not None:
         total.bias = torch.zeros_like(inputs.bias, dtype=dtype)
     grad_picked = None if grad_picked is None or pairs is None else grad_picked[pairs.order]

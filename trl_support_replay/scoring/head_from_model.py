@@ -216,6 +216,11 @@ def _active_lora(layer: Any) -> _ActiveLoRA | None:
     if name in getattr(layer, "lora_variant", {}):
         kind = type(layer.lora_variant[name]).__name__
         raise ValueError(f"The adapter {name!r} on the output head is a {kind}; only plain LoRA can be scored there.")
+    if not isinstance(layer.lora_A[name], nn.Module):  # AdaLoRA has bare parameters
+        raise ValueError(
+            f"The adapter {name!r} on the output head belongs to a {type(layer).__name__}; only plain LoRA can be "
+            "scored there."
+        )
     if layer.lora_B[name].bias is not None:
         raise ValueError(f"The adapter {name!r} on the output head has lora_bias=True; only plain LoRA can be scored.")
     return _ActiveLoRA(

@@ -3,8 +3,8 @@
 Head rows and hidden states are read in place, in their own dtype, and added up in the dtype of the result. Every output
 element has one program that adds its terms in a fixed order: no atomics, and the same bits at every run.
 
-The sizes of tiles are a trade of registers against the length of loads, chosen on paper: no GPU was at hand to tune
-them. Tests run these kernels under Triton's interpreter, and compile them for sm_80 and sm_90.
+The sizes of tiles are a trade of registers against the length of loads, and untuned. Tests run
+these kernels under Triton's interpreter, and compile them for sm_80 and sm_90.
 """
 
 from __future__ import annotations
@@ -116,19 +116,20 @@ class TritonBlock:
     def dots(self, states: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
         states, rows = _dense_rows(states), _dense_rows(rows)
         num_pairs = len(self.pair_ids)
-        dots_kernel[(triton.cdiv(num_pairs, BLOCK_PAIRS),)](
-            states,
-            rows,
-            self.pair_tokens,
-            self.pair_ids,
-            out[self.pairs],
-            num_pairs,
-            rows.shape[1],
-            states.stride(0),
-            rows.stride(0),
-            BLOCK_PAIRS=BLOCK_PAIRS,
-            BLOCK_WIDTH=BLOCK_WIDTH,
-        )
+        with torch.cuda.device_of(out):  # Triton launches on the current device
+            dots_kernel[(triton.cdiv(num_pairs, BLOCK_PAIRS),)](
+                states,
+                rows,
+                self.pair_tokens,
+                self.pair_ids,
+                out[self.pairs],
+                num_pairs,
+                rows.shape[1],
+                states.stride(0),
+                rows.stride(0),
+                BLOCK_PAIRS=BLOCK_PAIRS,
+                BLOCK_WIDTH=BLOCK_WIDTH,
+            )
 
     def grad_states(self, grad: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
         terms = (self.row_offsets, self.in_order, self.pair_ids)
@@ -154,21 +155,22 @@ def _weighted_sums(
         return
     source = _dense_rows(source)
     width = source.shape[1]
-    weighted_sum_kernel[(len(target), triton.cdiv(width, BLOCK_WIDTH))](
-        values,
-        source,
-        offsets,
-        order,
-        index,
-        target,
-        out,
-        width,
-        source.stride(0),
-        out.stride(0),
-        ACCUMULATE=accumulate,
-        BLOCK_PAIRS=BLOCK_PAIRS,
-        BLOCK_WIDTH=BLOCK_WIDTH,
-    )
+    with torch.cuda.device_of(out):
+        weighted_sum_kernel[(len(target), triton.cdiv(width, BLOCK_WIDTH))](
+            values,
+            source,
+            offsets,
+            order,
+            index,
+            target,
+            out,
+            width,
+            source.stride(0),
+            out.stride(0),
+            ACCUMULATE=accumulate,
+            BLOCK_PAIRS=BLOCK_PAIRS,
+            BLOCK_WIDTH=BLOCK_WIDTH,
+        )
 
 
 def _dense_rows(matrix: torch.Tensor) -> torch.Tensor:

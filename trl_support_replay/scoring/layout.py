@@ -197,7 +197,7 @@ class TokenMetadataLayout:
         """
         bounds = [0, *self.segments] if zigzag else [0, self.token_at.shape[1]]
         parts = 2 * size if zigzag and size > 1 else size
-        columns, ends = [], []
+        columns, ends = [np.arange(0)], []  # a packed row without trajectories has no segments
         for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
             if (stop - start) % parts:
                 raise ValueError(

@@ -53,7 +53,8 @@ def add_pair_gradients(grad: torch.Tensor, inputs: Projection, plan: CandidatePl
 def _grad_states(
     grad: torch.Tensor, states: torch.Tensor, rows: torch.Tensor, plan: CandidatePlan, total: torch.Tensor | None
 ) -> torch.Tensor:
-    out = torch.zeros_like(states, dtype=grad.dtype)
+    # Kernels write whole rows: the strides of column-major states are not kept.
+    out = torch.zeros_like(states, dtype=grad.dtype, memory_format=torch.contiguous_format)
     for block in plan.blocks:
         block.grad_states(grad, rows, out)
     return out if total is None else total + out
@@ -82,5 +83,5 @@ def zero_matrix(like: torch.Tensor) -> torch.Tensor:
     few rows of the gradient are written, and clearing the whole of it first takes longer than all products together.
     """
     if like.device.type != "cpu" or like.dtype not in (torch.float32, torch.float64):
-        return torch.zeros_like(like)
+        return torch.zeros_like(like, memory_format=torch.contiguous_format)
     return torch.from_numpy(np.zeros(like.shape, dtype=np.float32 if like.dtype == torch.float32 else np.float64))

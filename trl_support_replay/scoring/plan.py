@@ -33,8 +33,12 @@ class CandidatePlan:
         pair_rows: `[P]` int64, for each pair the place of its token in `rows`, never falling.
         pair_ids: `[P]` int64, candidate ids relative to the shard's start, rising within a row.
         row_offsets: `[R + 1]` int64, the pairs of each row.
-        singletons: `[N]` bool, tokens with exactly one candidate.
         empty_rows: `[E]` int64, tokens with no recorded candidate.
+        sizes: `[N]` int64, candidates of each token, over all shards.
+        owned: `[N]` int64, how many of them lie in this shard.
+        lone_rows: `[S]` int64, tokens whose only candidate lies in this shard.
+        lone_ids: `[S]` int64, those candidates, relative to the shard's start.
+        num_ids: ids of the shard.
         union: `[U]` int64, sorted distinct candidates of the shard.
         blocks: cover all pairs, each once.
         host_rows, host_pair_rows, host_pair_ids: NumPy copies, for what follows from them.
@@ -44,8 +48,12 @@ class CandidatePlan:
     pair_rows: torch.Tensor
     pair_ids: torch.Tensor
     row_offsets: torch.Tensor
-    singletons: torch.Tensor
     empty_rows: torch.Tensor
+    sizes: torch.Tensor
+    owned: torch.Tensor
+    lone_rows: torch.Tensor
+    lone_ids: torch.Tensor
+    num_ids: int
     union: torch.Tensor
     blocks: tuple[Block, ...]
     host_rows: np.ndarray
@@ -69,17 +77,24 @@ def make_plan(
             cost less than one dot product a pair.
 
     Raises:
-        ValueError: an id twice in a row.
+        ValueError: an id twice in a row; a device that is neither a CPU nor a CUDA device.
     """
+    if device.type not in BLOCK_ROWS:
+        raise ValueError(
+            f"Supports cannot be scored on {device.type!r}: the products and sums that this takes run on "
+            f"{' and '.join(BLOCK_ROWS)} devices. Put the model on one of them, for example by use_cpu=True."
+        )
     sizes = np.diff(offsets)
     # Rows of like size share a block, so that one wide row does not widen the product for many narrow ones.
     rows = np.flatnonzero(sizes > 1)
     rows = rows[np.argsort(sizes[rows], kind="stable")]
     place = np.full(len(sizes), -1, dtype=np.int64)
     place[rows] = np.arange(len(rows))
-    pair_rows = place[np.repeat(np.arange(len(sizes)), sizes)]
-    local = (pair_rows >= 0) & (ids >= start) & (ids < stop)
-    pair_rows, pair_ids = pair_rows[local], ids[local].astype(np.int64) - start
+    tokens = np.repeat(np.arange(len(sizes)), sizes)
+    here = np.flatnonzero((ids >= start) & (ids < stop))
+    tokens, local_ids = tokens[here], ids[here].astype(np.int64) - start
+    paired = sizes[tokens] > 1
+    pair_rows, pair_ids = place[tokens[paired]], local_ids[paired]
     order = np.lexsort((pair_ids, pair_rows))
     pair_rows, pair_ids = pair_rows[order], pair_ids[order]
     check_unique(rows[pair_rows], pair_ids + start)
@@ -90,8 +105,12 @@ def make_plan(
         pair_rows=to_device(pair_rows, device),
         pair_ids=to_device(pair_ids, device),
         row_offsets=to_device(row_offsets, device),
-        singletons=to_device(sizes == 1, device),
         empty_rows=to_device(np.flatnonzero(sizes == 0), device),
+        sizes=to_device(sizes, device),
+        owned=to_device(np.bincount(tokens, minlength=len(sizes)), device),
+        lone_rows=to_device(tokens[~paired], device),
+        lone_ids=to_device(local_ids[~paired], device),
+        num_ids=stop - start,
         union=to_device(union, device),
         blocks=_make_blocks(rows, row_offsets, pair_rows, union, places, kernel, device),
         host_rows=rows,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -69,6 +70,12 @@ class Gradients:
         return tuple(
             None if grad is None or x is None else grad.to(x.dtype) for grad, x in zip(grads, inputs, strict=True)
         )
+
+
+def check_temperature(temperature: float) -> None:
+    """Raises: ValueError: a temperature at which nothing is sampled."""
+    if not (temperature > 0 and math.isfinite(temperature)):
+        raise ValueError(f"temperature={temperature}: a sampled distribution has a temperature above 0.")
 
 
 @dataclass(frozen=True)

@@ -54,18 +54,27 @@ class RowShards:
             ids: `None` if this rank needs all rows.
 
         Raises:
-            ValueError: an id beyond the rows.
+            ValueError: on every rank, when one of them has an id beyond the rows.
         """
         size = dist.get_world_size(self.group)
-        counts_here = np.full(size, self.num_rows)
+        counts_here, stray = np.full(size, self.num_rows), np.zeros(0, dtype=np.int64)
         if ids is not None:
-            if len(ids) and ids[-1] >= self.num_rows:
-                raise ValueError(f"Candidate {ids[-1]} lies beyond the head's {self.num_rows} rows.")
-            counts_here = np.diff(np.searchsorted(ids, np.arange(size + 1) * self.step))
-        asked = torch.from_numpy(counts_here).to(self.rows.device)
-        everyone = asked.new_empty(size * size)
+            bounds = np.minimum(np.arange(size + 1) * self.step, self.num_rows)
+            counts_here = np.diff(np.searchsorted(ids, bounds))
+            stray = ids[(ids < 0) | (ids >= self.num_rows)]
+        row = np.array([*counts_here, len(stray), stray[0] if len(stray) else 0])
+        asked = torch.from_numpy(row).to(self.rows.device)
+        everyone = asked.new_empty(size * (size + 2))
         dist.all_gather_into_tensor(everyone, asked, group=self.group)
-        counts = everyone.view(size, size).cpu().numpy()  # [asking rank, owner]
+        table = everyone.view(size, size + 2).cpu().numpy()
+        # After the exchange, so that every rank stops: one that raised before it would leave the others waiting.
+        for asking, (number, first) in enumerate(table[:, size:].tolist()):
+            if number:
+                raise ValueError(
+                    f"{number} candidates of rank {asking}, {first} among them, lie beyond the head's {self.num_rows} "
+                    "rows."
+                )
+        counts = table[:, :size]  # [asking rank, owner]
         if ids is None or counts.sum(axis=1).max() >= FETCH_BELOW * self.num_rows:
             return None
         rank = dist.get_rank(self.group)
@@ -107,9 +116,11 @@ class _Exchange(torch.autograd.Function):
 def row_shards(module: nn.Module, parameter: nn.Parameter) -> RowShards | None:
     """The rows of a head's `parameter`, if it is sharded by rows in a way that rows can be fetched from.
 
-    - FSDP2, where the head is sharded as a unit that is not gathered now: in its own unit, that is.
-    - DeepSpeed ZeRO-3, where the parameter is frozen (LoRA), its partitions end with a row and lie on the device. A
-      trained parameter's gradient has to go through DeepSpeed's own hooks, which want it whole.
+    - FSDP2, where the head is sharded as a unit that is not gathered now: in its own unit, that is. Not where its rows
+      are offloaded to the CPU.
+    - DeepSpeed ZeRO-3, where the parameter is frozen (LoRA) and its partitions end with a row, lie on the device, and
+      are in the parameter's own dtype: neither offloaded nor quantised. A trained parameter's gradient has to go
+      through DeepSpeed's own hooks, which want it whole.
 
     Args:
         module: the module that holds the parameter.
@@ -130,6 +141,8 @@ def _fsdp2_shards(module: FSDPModule, parameter: DTensor) -> RowShards | None:
     assert unit is not None  # it holds the parameter
     num_rows = parameter.shape[0]
     rows = parameter.to_local()
+    if rows.device.type != unit.device.type:
+        return None
     return RowShards(
         rows.reshape(len(rows), -1),
         num_rows,
@@ -147,6 +160,8 @@ def _zero3_shards(parameter: Any) -> RowShards | None:
     width = int(np.prod(parameter.ds_shape[1:], dtype=np.int64))
     aligned = partition.numel() % width == 0
     if parameter.ds_status != ZeroParamStatus.NOT_AVAILABLE or not aligned or not partition.numel():
+        return None
+    if (partition.device.type, partition.dtype) != (parameter.device.type, parameter.dtype):
         return None
     return RowShards(
         partition.detach().view(-1, width),

@@ -7,8 +7,9 @@ with `z` the logits after scale, softcap and temperature, and `S` fixed.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
-import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,9 +24,9 @@ from .head_projection import HeadProjection
 from .lm_head import LMHead, VocabShard
 from .plan import CandidatePlan, to_device
 from .precision import compute_dtype, full_precision
-from .projection import LogitTransform, Projection
+from .projection import LogitTransform, Projection, check_temperature
 from .reference import dense_projection, full_statistics
-from .row_statistics import RowStatistics, SegmentPick, SegmentStatistics, segment_sum
+from .row_statistics import RowStatistics, SegmentPick, SegmentStatistics
 
 OUTPUTS = ("logprobs", "support_entropy", "full_logprobs", "full_entropy", "log_mass")
 FULL_OUTPUTS = frozenset(("full_logprobs", "full_entropy", "log_mass"))
@@ -88,9 +89,10 @@ def score_support(
             cost of a full projection for those rows.
 
     Raises:
-        ValueError: shapes that disagree, an unknown name, a temperature that is not above 0, an empty row where they
-            are refused, a candidate beyond the head, a candidate twice in a row, a sampled token that is not in its
-            row. (On a GPU the last one is a device-side assertion, so as not to wait for the device.)
+        ValueError: shapes that disagree, an unknown name, an implementation that cannot run there, a temperature that
+            is not above 0, an empty row where they are refused, a candidate beyond the head, a candidate twice in a
+            row, a sampled token that is not in its row. (On a GPU the last one is a device-side assertion, so as not to
+            wait for the device; so is a candidate beyond a head that is split over ranks.)
     """
     _check(hidden, sampled_ids, support, temperature, outputs, empty_rows)
     if implementation not in IMPLEMENTATIONS:
@@ -249,9 +251,9 @@ def _finish(
     maximum, sum_exp, sum_zexp = SegmentStatistics.apply(pair_logits, plan.pair_rows, plan.row_offsets)
     target = SegmentPick.apply(pair_logits, hits, plan.pair_rows, plan.row_offsets)
     support = RowStatistics(maximum, sum_exp, sum_zexp, target)
-    hit_counts = segment_sum(hits.to(pair_logits.dtype), plan.row_offsets)
-    (support, full), hit_counts = _combine_shards([support, full], hit_counts, group)
-    _check_hits(hit_counts, plan)
+    counts = _local_counts(hits, sampled, plan).to(pair_logits.dtype)
+    (support, full), counts = _combine_shards([support, full], counts, group)
+    _check_counts(counts, plan)
 
     full_logprob, full_entropy = _logprob(full), _entropy(full)
     whole = not FULL_OUTPUTS.isdisjoint(outputs)
@@ -271,26 +273,40 @@ def _finish(
         scores.full_entropy = full_entropy
     if "log_mass" in outputs:
         log_mass = _log_normaliser(support) - _log_normaliser(full)[plan.rows]
-        singletons = torch.where(plan.singletons, full_logprob, 0)
+        singletons = torch.where(plan.sizes == 1, full_logprob, 0)
         scores.log_mass = singletons.index_copy(0, plan.rows, log_mass)
     return scores
 
 
+def _local_counts(hits: torch.Tensor, sampled: torch.Tensor, plan: CandidatePlan) -> torch.Tensor:
+    """What this shard adds to the check of its supports, `[2, N]` int64.
+
+    First how many of the candidates lie here, then how often the sampled id is among them (of a token without recorded
+    support: among all ids).
+    """
+    found = torch.zeros_like(plan.owned)
+    found.index_add_(0, plan.rows[plan.pair_rows], hits.long())
+    found[plan.lone_rows] = (plan.lone_ids == sampled[plan.lone_rows]).long()
+    unrecorded = sampled[plan.empty_rows]
+    found[plan.empty_rows] = ((unrecorded >= 0) & (unrecorded < plan.num_ids)).long()
+    return torch.stack([plan.owned, found])
+
+
 def _combine_shards(
-    parts: list[RowStatistics], hit_counts: torch.Tensor, group: ProcessGroup | None
+    parts: list[RowStatistics], counts: torch.Tensor, group: ProcessGroup | None
 ) -> tuple[list[RowStatistics], torch.Tensor]:
-    """Statistics over all shards, by one maximum and one sum over the group."""
+    """Statistics and `counts [2, N]` over all shards, by one maximum and one sum over the group."""
     if group is None:
-        return parts, hit_counts
+        return parts, counts
     sizes = [len(part.max) for part in parts]
     maxima = max_over_group(torch.cat([part.max for part in parts]), group).split(sizes)
     local = []
     for part, maximum in zip(parts, maxima, strict=True):
         local += [*part.relative_to(maximum), part.target]
-    total = sum_over_group(torch.cat([*local, hit_counts]), group)
-    *columns, hit_counts = total.split([size for size in sizes for _ in range(3)] + [len(hit_counts)])
+    total = sum_over_group(torch.cat([*local, counts.view(-1)]), group)
+    *columns, summed = total.split([size for size in sizes for _ in range(3)] + [counts.numel()])
     combined = [RowStatistics(maximum, *columns[3 * i : 3 * i + 3]) for i, maximum in enumerate(maxima)]
-    return combined, hit_counts.detach()
+    return combined, summed.detach().view_as(counts)
 
 
 def _logprob(rows: RowStatistics) -> torch.Tensor:
@@ -314,20 +330,32 @@ def _kernel(implementation: str, hidden: torch.Tensor, weight: torch.Tensor) -> 
             f"implementation='sparse' needs a weight in {dtype} on a CPU, not {weight.dtype} on {weight.device}. Use "
             "'union' or 'auto'."
         )
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # on a CPU, for tests
+    if implementation == "triton" and not (_has_triton() and (device == "cuda" or interpreted)):
+        raise ValueError(
+            f"implementation='triton' needs the triton package and a weight on a CUDA device, not on {weight.device}. "
+            "Use 'union' or 'auto'."
+        )
     if implementation == "auto":
-        has_triton = device == "cuda" and importlib.util.find_spec("triton") is not None
-        return "sparse" if can_sparse else "triton" if has_triton else "union"
+        return "sparse" if can_sparse else "triton" if device == "cuda" and _has_triton() else "union"
     return "union" if implementation == "reference" else implementation
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def _plan(
     support: SupportCSR, shard: VocabShard | None, num_vocab: int, sampled_ids: torch.Tensor, kernel: str
 ) -> CandidatePlan:
-    if shard is None:
+    start, stop = (0, num_vocab) if shard is None else (shard.start, shard.stop)
+    if shard is None or shard.group is None:  # with several shards, all of them have to be asked
         if sampled_ids.device.type == "cpu":
-            support.validate(sampled_ids, num_vocab)
-        return support.plan(0, num_vocab, kernel)
-    return support.plan(shard.start, shard.stop, kernel)
+            support.validate(sampled_ids, stop)
+        else:
+            support.check_range(stop)
+    return support.plan(start, stop, kernel)
 
 
 def _check(
@@ -343,8 +371,7 @@ def _check(
             f"Scoring needs one row of states, one sampled id and one support a token, not shapes "
             f"{tuple(inputs.shape)} and {tuple(sampled_ids.shape)} and {len(support)} supports."
         )
-    if not (temperature > 0 and math.isfinite(temperature)):
-        raise ValueError(f"temperature={temperature}: a sampled distribution has a temperature above 0.")
+    check_temperature(temperature)
     unknown = [name for name in outputs if name not in OUTPUTS]
     if unknown or not outputs:
         raise ValueError(f"outputs={tuple(outputs)}: choose one or more among {', '.join(OUTPUTS)}.")
@@ -359,12 +386,19 @@ def _check(
             )
 
 
-def _check_hits(hit_counts: torch.Tensor, plan: CandidatePlan) -> None:
-    message = "A sampled token is not among the ids of its support."
-    contained = (hit_counts == 1).all()
-    if hit_counts.device.type != "cpu":
-        torch._assert_async(contained, message)
-    elif not contained:
-        missing = (hit_counts != 1).nonzero()
-        row = plan.host_rows[int(missing[0, 0])]
-        raise ValueError(f"{message} First: token {row}; so for {len(missing)} of {len(plan.singletons)} tokens.")
+def _check_counts(counts: torch.Tensor, plan: CandidatePlan) -> None:
+    """Args: `counts` `[2, N]`, of `_local_counts`, summed over all shards."""
+    wanted = torch.stack([plan.sizes, torch.ones_like(plan.sizes)])
+    messages = (
+        "A support has an id beyond the head.",
+        "A sampled token is not among the ids of its support (without one: of the head).",
+    )
+    right = counts == wanted
+    if counts.device.type != "cpu":
+        for row, message in zip(right, messages, strict=True):
+            torch._assert_async(row.all(), message)
+    elif not right.all():
+        for row, message in zip(~right, messages, strict=True):
+            tokens = row.nonzero().squeeze(1)
+            if len(tokens):
+                raise ValueError(f"{message} First: token {tokens[0]}; so for {len(tokens)} of {len(row)} tokens.")

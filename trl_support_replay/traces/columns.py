@@ -26,7 +26,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -34,12 +34,15 @@ import pyarrow as pa
 from .routes import RoutedExperts, route_dtype
 from .support import SupportError, SupportRows
 
-if TYPE_CHECKING:
-    from datasets import Features
-
 SCHEMA_VERSION = 1
 REQUIRED_COLUMNS = ("prompt_ids", "completion_ids", "loss_mask", "sampling_logprobs", "support_ids")
-_ROUTE_COLUMNS = ("routed_experts", "routed_experts_shape", "routed_experts_captured", "routed_experts_layers")
+_ROUTE_COLUMNS = (
+    "routed_experts",
+    "routed_experts_shape",
+    "routed_experts_captured",
+    "routed_experts_layers",
+    "num_experts",
+)
 _KIND_OF_VALUES = {"loss_mask": "boolean", "routed_experts_captured": "boolean", "sampling_logprobs": "floating"}
 _SAMPLING = pa.struct(
     [
@@ -160,13 +163,6 @@ def check_column_names(names: Iterable[str], what: str) -> None:
             f"{what} has columns that traces fill themselves: {', '.join(taken)}. Rename them, for example with "
             f"dataset.rename_column({taken[0]!r}, 'source_{taken[0]}')."
         )
-
-
-def trace_features(num_experts: int | None = None) -> Features:
-    """`datasets.Features` of a traces dataset; see `trace_schema`."""
-    from datasets import Features
-
-    return Features.from_arrow_schema(trace_schema(num_experts))
 
 
 def traces_to_table(
@@ -364,16 +360,24 @@ def _split_supports(array: Any) -> list[SupportRows]:
 
 
 def _read_routes(table: pa.Table) -> list[RoutedExperts]:
+    missing = [name for name in _ROUTE_COLUMNS if name not in table.column_names]
+    if missing:
+        raise TraceSchemaError(f"The traces have routed_experts without the columns {missing} that belong to them.")
     flat = _combine(table, "routed_experts")
     dtype = flat.type.value_type.to_pandas_dtype()
     values = _split(flat, dtype, "routed_experts")
     shapes = _split(_combine(table, "routed_experts_shape"), np.int32, "routed_experts_shape")
     captured = _split(_combine(table, "routed_experts_captured"), np.bool_, "routed_experts_captured")
     layers = _split(_combine(table, "routed_experts_layers"), np.int32, "routed_experts_layers")
+    kind = table.schema.field("num_experts").type
     num_experts = table["num_experts"].to_pylist()
+    if not pa.types.is_integer(kind):
+        raise TraceSchemaError(f"num_experts holds values of type {kind}, which are not integer; convert the column.")
+    if None in num_experts:
+        raise TraceSchemaError(f"Row {num_experts.index(None)} has no num_experts.")
     routes = []
     for i in range(table.num_rows):
-        if len(shapes[i]) != 3 or int(np.prod(shapes[i])) != len(values[i]):
+        if len(shapes[i]) != 3 or shapes[i].min() < 0 or int(np.prod(shapes[i])) != len(values[i]):
             raise TraceSchemaError(f"Row {i}: {len(values[i])} expert ids do not fill a shape of {shapes[i].tolist()}.")
         routes.append(
             RoutedExperts(

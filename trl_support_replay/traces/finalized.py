@@ -280,7 +280,12 @@ class TrajectoryBatch(Sequence[Trajectory]):
     def rollout(self) -> dict[str, list[Any]]:
         """What a `rollout_func` of TRL's returns, with the supports and routes that replay needs, and `info` besides.
 
-        Tokens that nobody sampled get the log-prob 0 that TRL expects there; `env_mask` keeps them out of the loss.
+        Tokens that nobody sampled get the log-prob 0 that TRL expects there. `env_mask` is `loss_mask`: it keeps
+        observations out of the loss, but not a synthetic end of sequence that `finalize(synthetic_eos="full_vocab")`
+        left in it; the trainer knows that one by its empty support, and scores it over the whole vocabulary.
+
+        Raises:
+            TrajectoryError: a trajectory that [`to_trace`] refuses, or `info` under a name that a rollout uses itself.
         """
         traces = [trajectory.to_trace() for trajectory in self]
         output: dict[str, list[Any]] = {
@@ -290,9 +295,13 @@ class TrajectoryBatch(Sequence[Trajectory]):
             "env_mask": [trace.loss_mask.astype(int).tolist() for trace in traces],
             "support_ids": [trace.supports for trace in traces],
         }
+        names = list(traces[0].extra) if traces else []
+        taken = sorted({*output, "routed_experts"}.intersection(names))
+        if taken:
+            raise TrajectoryError(f"info has {taken}, which a rollout uses for tokens. Name it otherwise.")
         if any(trace.routes is not None for trace in traces):
             output["routed_experts"] = [trace.routes for trace in traces]
-        return output | {name: [trace.extra[name] for trace in traces] for name in (traces[0].extra if traces else ())}
+        return output | {name: [trace.extra[name] for trace in traces] for name in names}
 
     def __add__(self, other: TrajectoryBatch) -> TrajectoryBatch:
         return TrajectoryBatch([*self._trajectories, *other._trajectories])

@@ -136,7 +136,11 @@ class RoutedExperts:
 
     @classmethod
     def concatenate(cls, parts: Sequence[RoutedExperts]) -> RoutedExperts:
-        """Tokens of several parts, in order. All must have the same layers, top-k and number of experts."""
+        """Tokens of several parts, in order.
+
+        Raises:
+            RoutesError: no parts, or parts of other layers, top-k or number of experts than the first.
+        """
         if not parts:
             raise RoutesError("No routes to concatenate: layers and top_k of the result would be unknown.")
         first = parts[0]
@@ -168,7 +172,11 @@ class RoutedExperts:
         return self.experts.astype(np.int64)
 
     def take(self, indices: Any, missing: int = -1) -> RoutedExperts:
-        """The tokens at `indices` `[M]`, in that order; `missing` gives an uncaptured token."""
+        """The tokens at `indices` `[M]`, in that order; `missing` gives an uncaptured token.
+
+        Raises:
+            RoutesError: an index outside the tokens, or indices that are not one-dimensional.
+        """
         indices = np.asarray(indices, dtype=np.int64)
         if indices.ndim != 1:
             raise RoutesError(f"Token indices of shape {indices.shape} are not [tokens].")
@@ -185,7 +193,11 @@ class RoutedExperts:
         return self._like(experts, captured)
 
     def select_layers(self, layers: Sequence[int]) -> RoutedExperts:
-        """The columns of these global layer numbers, for example those a pipeline stage owns."""
+        """The columns of these global layer numbers, for example those a pipeline stage owns.
+
+        Raises:
+            RoutesError: a layer without routes, or numbers that are not strictly increasing.
+        """
         column = {layer: i for i, layer in enumerate(self.layers)}
         unknown = [layer for layer in layers if layer not in column]
         if unknown:

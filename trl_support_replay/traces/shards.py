@@ -99,10 +99,6 @@ class ShardFolder:
         """Paths of the whole shards, in order."""
         return sorted(path for _, _, path in self._shards())
 
-    def next_number(self) -> int:
-        """One more than the number of the last shard."""
-        return max((number for number, _, _ in self._shards()), default=-1) + 1
-
     def _shards(self) -> Iterator[tuple[int, int, Path]]:
         for path in self.path.iterdir():
             if match := _NAME.fullmatch(path.name):

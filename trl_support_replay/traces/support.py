@@ -188,6 +188,9 @@ class SupportRows:
         Args:
             indices: `[M]` integers from 0 to `T - 1`, or `missing`.
             missing: the index that gives an empty row, as an observation token has.
+
+        Raises:
+            SupportError: an index outside the rows, or indices that are no list of integers.
         """
         indices = _integers(indices, "Row indices").astype(np.int64, copy=False)
         absent = indices == missing
@@ -212,6 +215,9 @@ class SupportRows:
 
         Args:
             sizes: numbers of rows; what they leave over at the end is left out.
+
+        Raises:
+            SupportError: runs longer than the rows, a negative number, or sizes that are no list of integers.
         """
         bounds = _offsets(_integers(sizes, "sizes"))
         if (bounds[1:] < bounds[:-1]).any() or bounds[-1] > len(self):

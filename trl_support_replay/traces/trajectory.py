@@ -280,6 +280,9 @@ class TrajectoryTrace:
 
         Whatever lies at or after that position goes: turns that start there, and an end of sequence that was removed
         from there.
+
+        Raises:
+            TrajectoryError: a negative number.
         """
         if num_tokens < 0:
             raise TrajectoryError(f"Cannot truncate a completion to {num_tokens} tokens.")
@@ -303,6 +306,9 @@ class TrajectoryTrace:
             synthetic_eos: what becomes of a synthetic end of sequence: part of the loss ("full_vocab": it will be
                 scored over the whole vocabulary), left out of it ("mask"), or refused ("error").
             info: what belongs to the trajectory as a whole.
+
+        Raises:
+            TrajectoryError: a synthetic end of sequence that is refused.
         """
         turns = np.array(self._turns, dtype=np.int64).reshape(-1, 2)
         logprobs = np.asarray(self._stores["logprobs"].joined())
