@@ -95,6 +95,13 @@ def test_without_truncation_the_plan_says_that_it_is_stock():
     assert any("Nothing is replayed" in warning for warning in plan.warnings)
 
 
+def test_the_plan_names_servers_without_their_credentials():
+    server = ["--use_vllm", "true", "--vllm_mode", "server", "--weight_sync", "filesystem", "--weight_sync_dir", "unread"]
+    urls = ["--vllm_server_urls", "http://me:secret@a:8000", "http://b:8000"]
+    engine = dict(make_plan([*SMALL, *REWARD, "--top_k", "20", *server, *urls], []).settings)["engine"]
+    assert engine == "vLLM servers at http://a:8000, http://b:8000, weights over filesystem"
+
+
 def test_a_device_that_is_too_small_is_told():
     arguments = [*SMALL, *REWARD, "--top_k", "20", "--dtype", "bfloat16"]
     assert make_plan([*arguments, "--device_memory", "24"], []).warnings == [

@@ -18,6 +18,7 @@ import pytest
 
 from trl_support_replay.capture.recorder import SupportRecorder
 from trl_support_replay.capture.vllm_engine import vllm_version
+from trl_support_replay.capture.vllm_server import _seen_from_other_nodes
 from trl_support_replay.hub.model_card import RunFacts
 from trl_support_replay.replay_check import ReplayGapError
 from trl_support_replay.serving.protocol import GenerateRequest
@@ -172,6 +173,18 @@ def test_servers_that_do_not_fit_are_refused_at_construction(build, tiny_model_p
         settings = {**SERVER, "vllm_server_base_url": server.url, "weight_sync_dir": str(tmp_path), **settings}
         with pytest.raises(ValueError, match=says):
             build(tiny_model_path, top_k=20, **settings)
+
+
+@pytest.mark.parametrize(
+    ("url", "seen"),
+    [
+        ("http://localhost:8000", "http://head:8000"),
+        ("https://me:secret@0.0.0.0/team", "https://me:secret@head/team"),
+        ("http://elsewhere:8000", "http://elsewhere:8000"),
+    ],
+)
+def test_other_nodes_look_for_a_local_server_on_the_main_one(url, seen):
+    assert _seen_from_other_nodes(url, "head") == seen
 
 
 TWO_CPU_RANKS = """

@@ -334,5 +334,6 @@ def _seen_from_other_nodes(url: str, main_address: str | None) -> str:
     parts = urlsplit(url)
     if parts.hostname not in _LOCAL_HOSTS or not main_address:
         return url
+    userinfo, at, _ = parts.netloc.rpartition("@")
     port = f":{parts.port}" if parts.port else ""
-    return urlunsplit(parts._replace(netloc=f"{main_address}{port}"))
+    return urlunsplit(parts._replace(netloc=f"{userinfo}{at}{main_address}{port}"))

@@ -19,6 +19,7 @@ from ..environment import REQUIREMENTS, package_status
 from ..grpo_inputs.arguments import parse
 from ..grpo_inputs.named import dataset_map, reward_functions, tool_functions
 from ..rebind import rebound
+from ..serving.urls import without_credentials
 from .launch import Launch
 from .memory import (
     GIB,
@@ -218,9 +219,9 @@ def _engine_line(training: Any) -> str:
         return "transformers generate"
     if training.vllm_mode == "colocate":
         return f"vLLM in the training processes, tensor parallel {training.vllm_tensor_parallel_size}"
-    place = training.vllm_server_urls or training.vllm_server_base_url
-    place = place or f"{training.vllm_server_host}:{training.vllm_server_port}"
-    return f"vLLM servers at {place}, weights over {training.weight_sync}"
+    own = training.vllm_server_base_url or f"{training.vllm_server_host}:{training.vllm_server_port}"
+    places = ", ".join(map(without_credentials, training.vllm_server_urls or [own]))
+    return f"vLLM servers at {places}, weights over {training.weight_sync}"
 
 
 def _replay_line(training: Any, settings: SamplingSettings) -> str:
