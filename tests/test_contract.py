@@ -159,6 +159,15 @@ def test_values_of_another_kind_are_named(tmp_path, kwargs, message):
         config(tmp_path, **kwargs)
 
 
+@pytest.mark.parametrize("replay", [{"top_k": 20}, {}], ids=["replay", "stock"])
+@pytest.mark.parametrize("urls", [["http://a:8000"], ["http://me:secret@a:8000", "http://b:8000"]])
+def test_servers_that_nccl_would_not_reach_are_refused(tmp_path, urls, replay):
+    with pytest.raises(ValueError, match="^vllm_server_urls='http://a:8000.*Set vllm_server_base_url instead"):
+        config(tmp_path, use_vllm=True, vllm_mode="server", vllm_server_urls=urls, **replay)
+    shared = {"weight_sync": "filesystem", "weight_sync_dir": "unread"}
+    assert config(tmp_path, use_vllm=True, vllm_mode="server", vllm_server_urls=urls, **shared, **replay)
+
+
 def test_engine_arguments_may_be_json(tmp_path):
     kwargs = {"enforce_eager": True}
     assert config(tmp_path, vllm_engine_kwargs='{"enforce_eager": true}').vllm_engine_kwargs == kwargs

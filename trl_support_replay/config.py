@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from trl import GRPOConfig, RLOOConfig
 
 from .contract import check_contract
+from .serving.urls import without_credentials
 
 if TYPE_CHECKING:
     _TRLConfig = GRPOConfig
@@ -237,10 +238,12 @@ class ReplayConfig(_TRLConfig):
             )
         if self.weight_sync == "filesystem":
             self._check_filesystem_sync()
-        elif self.vllm_server_urls is not None and len(self.vllm_server_urls) > 1:
+        elif self.vllm_server_urls:
+            urls = " ".join(map(without_credentials, self.vllm_server_urls))
             raise ValueError(
-                f"vllm_server_urls names {len(self.vllm_server_urls)} servers, and weight_sync='nccl' reaches only "
-                "one. Set weight_sync='filesystem'."
+                f"vllm_server_urls={urls!r} with weight_sync={self.weight_sync!r}: over NCCL only the server of "
+                "vllm_server_base_url gets the policy's weights. Set vllm_server_base_url instead, or "
+                "weight_sync='filesystem' and weight_sync_dir."
             )
         check_contract(self)
 
