@@ -40,6 +40,14 @@ def test_a_batch_is_spread_and_comes_back_in_order(two_servers, pool_of):
     assert [len(server.engine.calls) for server in two_servers] == [10, 10]
 
 
+def test_processes_with_a_prompt_each_begin_at_different_servers(two_servers, pool_of):
+    for process in range(8):
+        pool = pool_of(*(server.url for server in two_servers))
+        pool.first_server = process
+        pool.generate([request(prompt=[process + 1])])
+    assert [len(server.engine.calls) for server in two_servers] == [4, 4]
+
+
 def test_a_conversation_stays_with_its_server(two_servers, pool_of):
     pool = pool_of(*(server.url for server in two_servers))
     conversations = [[i + 1, 50] for i in range(9)]

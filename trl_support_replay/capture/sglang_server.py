@@ -154,6 +154,7 @@ class SGLangRollout:
         """Completions of `prompts`, in the form that TRL expects from a `rollout_func`."""
         if self._weights_dir is not None and trainer.state.global_step != self._loaded_step:
             self._sync(trainer)
+        self._pool.first_server = trainer.accelerator.process_index
         support = trainer.replays_support and trainer.model.training
         prompt_ids = [_tokenize(prompt, trainer) for prompt in prompts]
         requests = [

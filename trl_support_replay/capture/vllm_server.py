@@ -120,6 +120,7 @@ class SupportVLLMServerGeneration(CheckpointWeights):
             compression=self._compression,
             temperature=self.temperature,
         )
+        self.pool.first_server = self.accelerator.process_index
         self.engine_dtype: str | None = self._same("dtype")
         self._max_n = min(server.info["max_n"] for server in self.pool.servers)
         for server in self.pool.servers:
