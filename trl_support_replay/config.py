@@ -202,7 +202,8 @@ class ReplayConfig(_TRLConfig):
         default=None,
         metadata={
             "help": "Folder for weight_sync='filesystem': the one given to the servers as --weights-dir, as this "
-            "machine sees it. It holds one version of the weights, and a second one while it is written."
+            "machine sees it. It holds one version of the weights, and a second one while it is written. The last version "
+            "of a run is removed when the next run with this folder starts."
         },
     )
 

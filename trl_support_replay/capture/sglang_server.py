@@ -26,7 +26,7 @@ from ..serving.transport import Retry, Transport
 from ..serving.weights import VersionedWeights
 from ..traces.support import SupportError, SupportRows
 from .recorder import SupportCaptureError
-from .weight_sync import send_from_main, versions_of_run
+from .weight_sync import on_main, versions_of_run
 
 _GENERATE = "/generate"
 _INFO = "/get_server_info"
@@ -207,7 +207,7 @@ class SGLangRollout:
                 "weights_dir=None and sync the weights yourself."
             )
         if self._weights is None:
-            self._weights = versions_of_run(self._weights_dir or "")
+            self._weights = versions_of_run(accelerator, self._weights_dir or "")
         weights, step = self._weights, trainer.state.global_step
         version = weights.name(step)
         # Gathers, so all processes take part. A checkpoint has one tensor an expert, unlike the model.
@@ -219,7 +219,7 @@ class SGLangRollout:
             self._pool.set_weights(version, reload=True)
             weights.remove_before(version)
 
-        send_from_main(accelerator, write_and_load)
+        on_main(accelerator, write_and_load)
         self._pool.forget_prefixes()
         self._version, self._loaded_step = version, step
 

@@ -23,7 +23,7 @@ from ..traces.support import SupportRows
 from .recorder import SupportRecorder
 from .vllm_engine import CheckpointWeights
 from .vllm_routes import read_routed_experts
-from .weight_sync import send_from_main, versions_of_run
+from .weight_sync import on_main, versions_of_run
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class SupportVLLMServerGeneration(CheckpointWeights):
                 )
         if self._weight_sync == "filesystem":
             self.vllm_client: Any = _ServerFacts(self._same("logprobs_mode"))
-            self._weights = versions_of_run(self._weight_sync_dir or "")
+            self._weights = versions_of_run(self.accelerator, self._weight_sync_dir or "")
         self.accelerator.wait_for_everyone()
         logger.info(
             "Supports come from %s.", ", ".join(f"{server.url} ({server.capture})" for server in self.pool.servers)
@@ -286,14 +286,14 @@ class SupportVLLMServerGeneration(CheckpointWeights):
         if not self.accelerator.is_main_process:
             for _ in parameters:
                 pass
-        send_from_main(self.accelerator, write_and_load)
+        on_main(self.accelerator, write_and_load)
         self.weights_version = version
 
     def _label_weights(self) -> None:
         # A stock server's weights have no version; the log-probs alone tell whether they are the policy's.
         if all(server.info["versions"] for server in self.pool.servers):
             version = f"nccl-{self._num_syncs:06d}"
-            send_from_main(self.accelerator, lambda: self.pool.set_weights(version, reload=False))
+            on_main(self.accelerator, lambda: self.pool.set_weights(version, reload=False))
             self.weights_version = version
 
 
