@@ -210,8 +210,9 @@ class SGLangRollout:
             self._weights = versions_of_run(accelerator, self._weights_dir or "")
         weights, step = self._weights, trainer.state.global_step
         version = weights.name(step)
-        # Gathers, so all processes take part. A checkpoint has one tensor an expert, unlike the model.
-        state = accelerator.get_state_dict(trainer.model)
+        # Gathers, so all processes take part; under ZeRO-3 only the engine around the model can. A checkpoint has one
+        # tensor an expert, unlike the model.
+        state = accelerator.get_state_dict(trainer.model_wrapped)
 
         def write_and_load() -> None:
             tensors = revert_weight_conversion(accelerator.unwrap_model(trainer.model), state)
