@@ -144,6 +144,12 @@ def test_what_the_trainer_does_not_repeat_is_refused(pool, sglang, name, value):
     assert not sglang.requests
 
 
+@pytest.mark.parametrize(("name", "value"), [("temperature", 0.7), ("top_p", 0.5), ("top_k", 5), ("min_p", None)])
+def test_what_the_trainer_decides_is_not_taken_from_sampling_params(sglang, name, value):
+    with pytest.raises(UnreplayableSettingError, match=rf"sampling_params\['{name}'\]={value}.* Set {name} there"):
+        SGLangRollout([sglang.url], sampling_params={name: value})
+
+
 def drop(*names):
     def change(output):
         for name in names:

@@ -44,6 +44,7 @@ _REFUSED = {
     "ebnf": None,
     "structural_tag": None,
 }
+_OWNED = ("temperature", "top_p", "top_k", "min_p")
 _MAX_N = 256
 
 
@@ -127,6 +128,9 @@ class SGLangRollout:
         sampling_params: further parameters of SGLang, for example `{"stop_token_ids": [2]}`.
         api_key: sent as a bearer token.
         retry, request_timeout: see `Transport`.
+
+    Raises:
+        UnreplayableSettingError: for sampling_params that the trainer's configuration sets, or that it does not repeat.
     """
 
     def __init__(
@@ -139,7 +143,7 @@ class SGLangRollout:
         retry: Retry = Retry(),  # noqa: B008 - frozen
         request_timeout: float = 1800.0,
     ):
-        _check_sampling(sampling_params or {})
+        _check_further(sampling_params or {})
         self._sampling_params = dict(sampling_params or {})
         self._weights_dir = weights_dir
 
@@ -235,6 +239,18 @@ def _check_sampling(sampling: Mapping[str, Any]) -> None:
                 "it changes the distribution in a way that the trainer does not repeat",
                 "Leave it out",
             )
+
+
+def _check_further(sampling_params: Mapping[str, Any]) -> None:
+    for name in _OWNED:
+        if name in sampling_params:
+            raise UnreplayableSettingError(
+                f"sampling_params[{name!r}]",
+                sampling_params[name],
+                f"{name} comes from the trainer's configuration, and the trainer scores with that",
+                f"Set {name} there and leave it out here",
+            )
+    _check_sampling(sampling_params)
 
 
 def _tokenize(prompt: Any, trainer: Any) -> list[int]:
