@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from trl_support_replay.serving import protocol
 from trl_support_replay.serving.gate import WeightsGate
+from trl_support_replay.serving.pool import GenerationError
 from trl_support_replay.serving.transport import Retry, ServerRefusalError, ServerUnreachableError
 from trl_support_replay.serving.weights import VersionedWeights
 
@@ -276,6 +277,8 @@ def test_after_a_failed_load_nothing_is_generated_until_one_succeeds(engine, ver
             pool.set_weights("v1", reload=True)
         answer = post(server.url, protocol.GENERATE, protocol.encode_request(request()))
         assert answer.status_code == 409 and not engine.calls
+        with pytest.raises(GenerationError, match="The last reload failed half-way"):
+            pool.generate([request()])
         engine.fail_load = False
         asked = request(weights_version="v2")
         (samples,) = pool.generate([asked])  # asks for the reload itself

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from ..routing import RouterReplay
 from ..serving.pool import ServerPool, new_request_id
 from ..serving.prefixes import PrefixIndex
 from ..serving.protocol import GenerateRequest, Sample
+from ..serving.servers import connect_vllm
 from ..serving.transport import Retry
 from ..traces.routes import RoutedExperts
 from ..traces.support import SupportRows
@@ -116,6 +118,8 @@ class SupportVLLMServerGeneration(CheckpointWeights):
             retry=Retry(give_up_after=self.server_timeout),
             request_timeout=self._request_timeout,
             compression=self._compression,
+            # What came over NCCL is in no folder, also where the server has one.
+            connect=functools.partial(connect_vllm, from_folder=self._weight_sync == "filesystem"),
             temperature=self.temperature,
         )
         self.pool.first_server = self.accelerator.process_index
