@@ -168,6 +168,15 @@ def test_servers_that_nccl_would_not_reach_are_refused(tmp_path, urls, replay):
     assert config(tmp_path, use_vllm=True, vllm_mode="server", vllm_server_urls=urls, **shared, **replay)
 
 
+def test_a_server_has_to_be_told_how_long_completions_may_be(tmp_path):
+    server = {"use_vllm": True, "vllm_mode": "server", "max_completion_length": None}
+    shared = {"weight_sync": "filesystem", "weight_sync_dir": "unread"}
+    for ours in ({"top_k": 20}, {"routed_experts_replay": True}, shared):
+        with pytest.raises(ValueError, match="^max_completion_length=None with vllm_mode='server'.*Set max_comp"):
+            config(tmp_path, **server, **ours)
+    assert config(tmp_path, **server).max_completion_length is None  # TRL's own client
+
+
 def test_engine_arguments_may_be_json(tmp_path):
     kwargs = {"enforce_eager": True}
     assert config(tmp_path, vllm_engine_kwargs='{"enforce_eager": true}').vllm_engine_kwargs == kwargs

@@ -246,7 +246,13 @@ class ReplayConfig(_TRLConfig):
                 "vllm_server_base_url gets the policy's weights. Set vllm_server_base_url instead, or "
                 "weight_sync='filesystem' and weight_sync_dir."
             )
-        check_contract(self)
+        settings = check_contract(self)
+        packed = settings.truncates or self.routed_experts_replay or self.weight_sync == "filesystem"
+        if packed and self.use_vllm and self.vllm_mode == "server" and self.max_completion_length is None:
+            raise ValueError(
+                "max_completion_length=None with vllm_mode='server': a request to a server says how many tokens may be "
+                "sampled. Set max_completion_length to a number of tokens."
+            )
 
     def _check_filesystem_sync(self) -> None:
         if not (self.use_vllm and self.vllm_mode == "server"):

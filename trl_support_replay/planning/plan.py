@@ -82,6 +82,11 @@ def make_plan(argv: Sequence[str], accelerate_options: Sequence[str]) -> Plan:
         raise CommandError("--model_name_or_path is missing: a model's name on the Hub, or its folder.")
     if not (mixture.datasets or script.dataset_name):
         raise CommandError("There is no data: give --dataset_name, or `datasets` in the configuration file.")
+    if training.max_completion_length is None:
+        raise CommandError(
+            "max_completion_length=None: nothing bounds a completion, so what it needs cannot be planned. Set "
+            "--max_completion_length."
+        )
     settings = check_contract(training, _generation_config(model.model_name_or_path, training))
     rewards, tools, row_map = reward_functions(script), tool_functions(script), dataset_map(script)
     shapes = read_shapes(
