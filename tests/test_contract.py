@@ -168,6 +168,12 @@ def test_servers_that_nccl_would_not_reach_are_refused(tmp_path, urls, replay):
     assert config(tmp_path, use_vllm=True, vllm_mode="server", vllm_server_urls=urls, **shared, **replay)
 
 
+@pytest.mark.parametrize("replay", [{"top_k": 20}, {"routed_experts_replay": True}])
+def test_the_data_type_of_the_engine_has_a_setting_of_its_own(tmp_path, replay):
+    with pytest.raises(ValueError, match=r"^vllm_engine_kwargs\['dtype'\]='bfloat16' .* Set vllm_dtype='bfloat16'"):
+        config(tmp_path, use_vllm=True, vllm_engine_kwargs={"dtype": "bfloat16"}, **replay)
+
+
 def test_a_server_has_to_be_told_how_long_completions_may_be(tmp_path):
     server = {"use_vllm": True, "vllm_mode": "server", "max_completion_length": None}
     shared = {"weight_sync": "filesystem", "weight_sync_dir": "unread"}

@@ -163,7 +163,7 @@ class ReplayConfig(_TRLConfig):
         default=None,
         metadata={
             "help": "Further keyword arguments for `vllm.LLM` in colocate mode, for example "
-            '\'{"enforce_eager": true, "max_num_batched_tokens": 512}\'.'
+            '\'{"enforce_eager": true, "max_num_batched_tokens": 512}\'. The data type is vllm_dtype.'
         },
     )
     vllm_server_urls: list[str] | None = field(
@@ -245,6 +245,13 @@ class ReplayConfig(_TRLConfig):
                 f"vllm_server_urls={urls!r} with weight_sync={self.weight_sync!r}: over NCCL only the server of "
                 "vllm_server_base_url gets the policy's weights. Set vllm_server_base_url instead, or "
                 "weight_sync='filesystem' and weight_sync_dir."
+            )
+        engine = self.vllm_engine_kwargs
+        if isinstance(engine, dict) and "dtype" in engine:
+            dtype = engine["dtype"]
+            raise ValueError(
+                f"vllm_engine_kwargs['dtype']={dtype!r} would not be known to the weight sync and to replay_check, which "
+                f"depend on the engine's data type. Set vllm_dtype={dtype!r} instead."
             )
         settings = check_contract(self)
         packed = settings.truncates or self.routed_experts_replay or self.weight_sync == "filesystem"
