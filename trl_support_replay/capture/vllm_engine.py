@@ -232,19 +232,33 @@ class SupportVLLMGeneration(EngineFixes):
             trailing=trailing,
         )
 
-    def generate(self, *args: Any, **kwargs: Any) -> tuple:
+    def _own_outputs(self, num_prompts: int) -> range:
+        """Indices of this process's outputs: the processes of a tensor-parallel engine all get those of all of them."""
+        if self.tensor_parallel_size == 1:
+            return range(num_prompts)
+        rank = torch.distributed.get_rank(group=self.tp_group)
+        return range(rank * num_prompts, (rank + 1) * num_prompts)
+
+    def generate(self, prompts: list[list[int]], *args: Any, **kwargs: Any) -> tuple:
         recorder = self._recorder()
         if recorder is None:
-            return super().generate(*args, **kwargs)
+            return super().generate(prompts, *args, **kwargs)
         own = self.generation_kwargs
         # Stop strings are the only reason to turn tokens into text here.
         stops = bool(own.get("stop"))
         self.generation_kwargs = {**({} if stops else {"detokenize": False}), **own, **self._request_kwargs()}
 
         def extract(outputs: list[Any]) -> tuple[list, list]:
-            logprobs, token_ids = [], []
-            for output in outputs:
+            logprobs: list[list] = []
+            token_ids: list[list] = []
+            own_outputs = self._own_outputs(len(prompts))
+            for i, output in enumerate(outputs):
                 for completion in output.outputs:
+                    if i not in own_outputs:
+                        # TRL cuts them off; a row that was recorded for them would only be held, and counted twice.
+                        logprobs.append([])
+                        token_ids.append([])
+                        continue
                     request = f"vLLM request {output.request_id}"
                     values, rows, repaired = self._read(completion, request, trailing=stops)
                     routes = self._read_routes(output, completion, request, trailing=stops)
@@ -255,7 +269,7 @@ class SupportVLLMGeneration(EngineFixes):
 
         try:
             with rebound(trl_vllm, extract_logprobs=extract):
-                return super().generate(*args, **kwargs)
+                return super().generate(prompts, *args, **kwargs)
         finally:
             self.generation_kwargs = own
 
