@@ -247,20 +247,22 @@ def _capabilities(packages: tuple[PackageStatus, ...], device: str) -> tuple[Cap
     )
 
 
-def check_seam(trainer: type, seam: Mapping[str, Sequence[str]]) -> None:
-    """Refuse a TRL whose methods are called otherwise than in 1.15 and 1.16, whatever its version says.
+def check_seam(owner: Any, seam: Mapping[str, Sequence[str]]) -> None:
+    """Refuse a TRL whose methods or functions are called otherwise than in 1.15 and 1.16, whatever its version says.
 
     Args:
-        trainer: TRL's trainer.
-        seam: method name to its first parameters after `self`.
+        owner: a class of TRL's, or a module.
+        seam: name of a method or function to its first parameters, without `self`.
 
     Raises:
-        UnsupportedVersionError: naming the method.
+        UnsupportedVersionError: naming the method or function.
     """
     for name, parameters in seam.items():
-        found = tuple(inspect.signature(getattr(trainer, name)).parameters)[1:]
-        if found[: len(parameters)] != tuple(parameters):
+        function = getattr(owner, name, None)
+        found = () if function is None else tuple(inspect.signature(function).parameters)[inspect.isclass(owner) :]
+        if function is None or found[: len(parameters)] != tuple(parameters):
+            differs = "is not there" if function is None else f"takes {found}, where {tuple(parameters)} is expected"
             raise UnsupportedVersionError(
-                f"trl {metadata.version('trl')} is not supported: {trainer.__name__}.{name} takes {found}, where "
-                f"{parameters} is expected. Install trl 1.15 or 1.16: pip install 'trl>=1.15,<1.17'."
+                f"trl {metadata.version('trl')} is not supported: {owner.__name__}.{name} {differs}. "
+                "Install trl 1.15 or 1.16: pip install 'trl>=1.15,<1.17'."
             )

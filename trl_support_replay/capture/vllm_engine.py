@@ -23,7 +23,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..contract import SamplingSettings
-from ..environment import VLLM, installed
+from ..environment import VLLM, check_seam, installed
 from ..rebind import rebound
 from ..traces.routes import RoutedExperts
 from ..traces.support import SupportRows
@@ -36,6 +36,18 @@ if TYPE_CHECKING:
     from ..routing import RouterReplay
 
 logger = logging.getLogger(__name__)
+
+# What is overridden, and the function whose place is taken while an engine generates.
+check_seam(
+    VLLMGeneration,
+    {
+        "_init_vllm": (),
+        "_iter_named_params": (),
+        "sync_weights": (),
+        "generate": ("prompts", "images", "num_generations", "profiler"),
+    },
+)
+check_seam(trl_vllm, {"extract_logprobs": ("all_outputs",)})
 
 _NATIVE_MASK_SINCE = Version("0.28")
 _CAPTURES = {
