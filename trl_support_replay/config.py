@@ -202,8 +202,8 @@ class ReplayConfig(_TRLConfig):
         default=None,
         metadata={
             "help": "Folder for weight_sync='filesystem': the one given to the servers as --weights-dir, as this "
-            "machine sees it. It holds one version of the weights, and a second one while it is written. The last version "
-            "of a run is removed when the next run with this folder starts."
+            "machine sees it. It holds one version of the weights, and a second one while it is written. The last "
+            "version of a run is removed when the next run with this folder starts."
         },
     )
 
@@ -250,8 +250,8 @@ class ReplayConfig(_TRLConfig):
         if isinstance(engine, dict) and "dtype" in engine:
             dtype = engine["dtype"]
             raise ValueError(
-                f"vllm_engine_kwargs['dtype']={dtype!r} would not be known to the weight sync and to replay_check, which "
-                f"depend on the engine's data type. Set vllm_dtype={dtype!r} instead."
+                f"vllm_engine_kwargs['dtype']={dtype!r} would not be known to the weight sync and to replay_check, "
+                f"which depend on the engine's data type. Set vllm_dtype={dtype!r} instead."
             )
         settings = check_contract(self)
         packed = settings.truncates or self.routed_experts_replay or self.weight_sync == "filesystem"

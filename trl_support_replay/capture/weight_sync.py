@@ -13,7 +13,7 @@ from ..serving.weights import VersionedWeights
 
 
 def versions_of_run(accelerator: Any, folder: str | os.PathLike[str]) -> VersionedWeights:
-    """The versions of a new run in a shared folder, under the same names on all processes; see `VersionedWeights.claim`.
+    """The versions of a new run in a shared folder, under the same names on all processes, and claimed.
 
     Raises:
         RuntimeError: on all processes, when the main one cannot write to the folder.

@@ -40,8 +40,8 @@ def parser() -> argparse.ArgumentParser:
     own.add_argument(
         "--weights-dir",
         metavar="DIR",
-        help="folder shared with the trainer (its weight_sync_dir), from which weights may be reloaded; it is made when "
-        "it is not there. Without this option nothing can be reloaded",
+        help="folder shared with the trainer (its weight_sync_dir), from which weights may be reloaded; it is made "
+        "when it is not there. Without this option nothing can be reloaded",
     )
     for field, text in (
         ("max_request_bytes", "largest accepted request body, in bytes"),
@@ -115,8 +115,8 @@ def _settings(own: argparse.Namespace) -> ServerSettings:
             folder.mkdir(parents=True, exist_ok=True)  # another server may make it at the same time
         except OSError as error:
             raise ServeOptionError(
-                f"--weights-dir {own.weights_dir}: the folder cannot be made ({error}). Give one that can be written, the "
-                "same as the trainer's weight_sync_dir."
+                f"--weights-dir {own.weights_dir}: the folder cannot be made ({error}). Give one that can be written, "
+                "the same as the trainer's weight_sync_dir."
             ) from error
         logger.warning("The folder %s was not there and has been made.", folder)
     try:
