@@ -148,7 +148,11 @@ class Engine:
 @pytest.mark.parametrize(
     ("owner", "seam", "says"),
     [
-        (Engine, {"generate": ("prompts", "profiler")}, r"Engine.generate takes \('prompts', 'images'\), where \('prompts'"),
+        (
+            Engine,
+            {"generate": ("prompts", "profiler")},
+            r"Engine.generate takes \('prompts', 'images'\), where",
+        ),
         (Engine, {"_init_vllm": ()}, "Engine._init_vllm is not there"),
         (environment, {"in_range": ("specifier",)}, r"environment.in_range takes \('version', 'specifier'\)"),
     ],

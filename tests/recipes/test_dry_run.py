@@ -110,7 +110,16 @@ def test_completions_without_a_bound_cannot_be_planned(tmp_path, mode, message, 
 
 
 def test_the_plan_names_servers_without_their_credentials():
-    server = ["--use_vllm", "true", "--vllm_mode", "server", "--weight_sync", "filesystem", "--weight_sync_dir", "unread"]
+    server = [
+        "--use_vllm",
+        "true",
+        "--vllm_mode",
+        "server",
+        "--weight_sync",
+        "filesystem",
+        "--weight_sync_dir",
+        "unread",
+    ]
     urls = ["--vllm_server_urls", "http://me:secret@a:8000", "http://b:8000"]
     engine = dict(make_plan([*SMALL, *REWARD, "--top_k", "20", *server, *urls], []).settings)["engine"]
     assert engine == "vLLM servers at http://a:8000, http://b:8000, weights over filesystem"

@@ -84,7 +84,9 @@ def test_values_that_are_none_are_refused_under_the_names_of_their_options(tmp_p
         serve_command(["m", option, value.format(file=file)], on_cpu=False)
 
 
-@pytest.mark.parametrize(("name", "value"), [("MAX_N", "0"), ("MAX_TOKENS", "-5"), ("MAX_TOP_K", "many"), ("WEIGHTS_DIR", "/no/such/folder")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("MAX_N", "0"), ("MAX_TOKENS", "-5"), ("MAX_TOP_K", "many"), ("WEIGHTS_DIR", "/no/such/folder")]
+)
 def test_bounds_that_are_none_are_refused(name, value):
     with pytest.raises(ServerSettingError, match=f"TRL_SUPPORT_REPLAY_{name}='?{value}"):
         ServerSettings.from_environment({f"TRL_SUPPORT_REPLAY_{name}": value})

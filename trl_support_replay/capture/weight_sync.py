@@ -24,9 +24,7 @@ def versions_of_run(accelerator: Any, folder: str | os.PathLike[str]) -> Version
     return weights
 
 
-def on_main(
-    accelerator: Any, work: Callable[[], None], failure: str = "The weights did not reach the servers"
-) -> None:
+def on_main(accelerator: Any, work: Callable[[], None], failure: str = "The weights did not reach the servers") -> None:
     """Run `work` on the main process and raise what it raises on all of them, so that none waits in vain.
 
     Raises:
