@@ -159,6 +159,30 @@ def test_values_of_another_kind_are_named(tmp_path, kwargs, message):
         config(tmp_path, **kwargs)
 
 
+@pytest.mark.parametrize("replay", [{"top_k": 20}, {}], ids=["replay", "stock"])
+@pytest.mark.parametrize("urls", [["http://a:8000"], ["http://me:secret@a:8000", "http://b:8000"]])
+def test_servers_that_nccl_would_not_reach_are_refused(tmp_path, urls, replay):
+    with pytest.raises(ValueError, match="^vllm_server_urls='http://a:8000.*Set vllm_server_base_url instead"):
+        config(tmp_path, use_vllm=True, vllm_mode="server", vllm_server_urls=urls, **replay)
+    shared = {"weight_sync": "filesystem", "weight_sync_dir": "unread"}
+    assert config(tmp_path, use_vllm=True, vllm_mode="server", vllm_server_urls=urls, **shared, **replay)
+
+
+@pytest.mark.parametrize("replay", [{"top_k": 20}, {"routed_experts_replay": True}])
+def test_the_data_type_of_the_engine_has_a_setting_of_its_own(tmp_path, replay):
+    with pytest.raises(ValueError, match=r"^vllm_engine_kwargs\['dtype'\]='bfloat16' .* Set vllm_dtype='bfloat16'"):
+        config(tmp_path, use_vllm=True, vllm_engine_kwargs={"dtype": "bfloat16"}, **replay)
+
+
+def test_a_server_has_to_be_told_how_long_completions_may_be(tmp_path):
+    server = {"use_vllm": True, "vllm_mode": "server", "max_completion_length": None}
+    shared = {"weight_sync": "filesystem", "weight_sync_dir": "unread"}
+    for ours in ({"top_k": 20}, {"routed_experts_replay": True}, shared):
+        with pytest.raises(ValueError, match="^max_completion_length=None with vllm_mode='server'.*Set max_comp"):
+            config(tmp_path, **server, **ours)
+    assert config(tmp_path, **server).max_completion_length is None  # TRL's own client
+
+
 def test_engine_arguments_may_be_json(tmp_path):
     kwargs = {"enforce_eager": True}
     assert config(tmp_path, vllm_engine_kwargs='{"enforce_eager": true}').vllm_engine_kwargs == kwargs

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from trl import GRPOConfig, RLOOConfig
 
 from .contract import check_contract
+from .serving.urls import without_credentials
 
 if TYPE_CHECKING:
     _TRLConfig = GRPOConfig
@@ -162,7 +163,7 @@ class ReplayConfig(_TRLConfig):
         default=None,
         metadata={
             "help": "Further keyword arguments for `vllm.LLM` in colocate mode, for example "
-            '\'{"enforce_eager": true, "max_num_batched_tokens": 512}\'.'
+            '\'{"enforce_eager": true, "max_num_batched_tokens": 512}\'. The data type is vllm_dtype.'
         },
     )
     vllm_server_urls: list[str] | None = field(
@@ -201,7 +202,8 @@ class ReplayConfig(_TRLConfig):
         default=None,
         metadata={
             "help": "Folder for weight_sync='filesystem': the one given to the servers as --weights-dir, as this "
-            "machine sees it. It holds one version of the weights, and a second one while it is written."
+            "machine sees it. It holds one version of the weights, and a second one while it is written. The last "
+            "version of a run is removed when the next run with this folder starts."
         },
     )
 
@@ -237,12 +239,27 @@ class ReplayConfig(_TRLConfig):
             )
         if self.weight_sync == "filesystem":
             self._check_filesystem_sync()
-        elif self.vllm_server_urls is not None and len(self.vllm_server_urls) > 1:
+        elif self.vllm_server_urls:
+            urls = " ".join(map(without_credentials, self.vllm_server_urls))
             raise ValueError(
-                f"vllm_server_urls names {len(self.vllm_server_urls)} servers, and weight_sync='nccl' reaches only "
-                "one. Set weight_sync='filesystem'."
+                f"vllm_server_urls={urls!r} with weight_sync={self.weight_sync!r}: over NCCL only the server of "
+                "vllm_server_base_url gets the policy's weights. Set vllm_server_base_url instead, or "
+                "weight_sync='filesystem' and weight_sync_dir."
             )
-        check_contract(self)
+        engine = self.vllm_engine_kwargs
+        if isinstance(engine, dict) and "dtype" in engine:
+            dtype = engine["dtype"]
+            raise ValueError(
+                f"vllm_engine_kwargs['dtype']={dtype!r} would not be known to the weight sync and to replay_check, "
+                f"which depend on the engine's data type. Set vllm_dtype={dtype!r} instead."
+            )
+        settings = check_contract(self)
+        packed = settings.truncates or self.routed_experts_replay or self.weight_sync == "filesystem"
+        if packed and self.use_vllm and self.vllm_mode == "server" and self.max_completion_length is None:
+            raise ValueError(
+                "max_completion_length=None with vllm_mode='server': a request to a server says how many tokens may be "
+                "sampled. Set max_completion_length to a number of tokens."
+            )
 
     def _check_filesystem_sync(self) -> None:
         if not (self.use_vllm and self.vllm_mode == "server"):

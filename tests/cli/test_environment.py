@@ -13,6 +13,7 @@ from trl_support_replay.environment import (
     PYTHON,
     REQUIREMENTS,
     UnsupportedVersionError,
+    check_seam,
     check_supported,
     in_range,
     report,
@@ -138,3 +139,29 @@ def test_without_an_engine_only_what_needs_one_is_missing(install):
     assert found["replay with vLLM flat log-probs"].reason == (
         "vllm is not installed: pip install 'trl-support-replay[vllm]'"
     )
+
+
+class Engine:
+    def generate(self, prompts, images): ...
+
+
+@pytest.mark.parametrize(
+    ("owner", "seam", "says"),
+    [
+        (
+            Engine,
+            {"generate": ("prompts", "profiler")},
+            r"Engine.generate takes \('prompts', 'images'\), where",
+        ),
+        (Engine, {"_init_vllm": ()}, "Engine._init_vllm is not there"),
+        (environment, {"in_range": ("specifier",)}, r"environment.in_range takes \('version', 'specifier'\)"),
+    ],
+)
+def test_a_trl_that_is_called_otherwise_is_refused(owner, seam, says):
+    with pytest.raises(UnsupportedVersionError, match=f"{says}.* Install trl 1.15 or 1.16"):
+        check_seam(owner, seam)
+
+
+def test_a_trl_that_is_called_as_expected_is_taken():
+    check_seam(Engine, {"generate": ("prompts",)})
+    check_seam(environment, {"in_range": ("version", "specifier")})

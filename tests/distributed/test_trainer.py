@@ -11,6 +11,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.serving.fakes import AppServer, serving
+from tests.serving.test_sglang import SGLangWithModel
 from tests.trainer.conftest import character_tokenizer
 from trl_support_replay import SupportReplayGRPOConfig
 from trl_support_replay.tensor_parallel import check_tensor_parallel
@@ -170,6 +172,18 @@ def test_what_was_sampled_is_replayed(model_path, tmp_path, way):
         assert log["support/logprob_gap_max"] <= 1e-4
         assert log["sampling/importance_sampling_ratio_raw/mean"] == pytest.approx(1, abs=1e-3)
         assert log["sampling/outside_10pct"] == 0 and log["support/size_mean"] > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [ddp, zero3])
+def test_a_server_samples_with_the_gathered_weights(model_path, tmp_path, way):
+    """The check of every batch compares with what the server drew from the weights it was given."""
+    fake = SGLangWithModel(model_path(False))
+    with serving(AppServer(fake.app)) as server:
+        sglang = {"url": server.url, "weights_dir": str(tmp_path / "weights")}
+        got = way(model_path(False), tmp_path / "run", {"sglang": sglang})
+    assert [body["weight_version"][-7:] for body in fake.loaded] == ["-000000", "-000001", "-000002"]
+    assert all(log["support/logprob_gap_max"] <= 1e-4 for log in got["log"][:3])
 
 
 def test_a_split_policy_with_vllm_is_refused(model_path):

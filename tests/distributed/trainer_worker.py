@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from trl_support_replay import SupportReplayGRPOConfig, SupportReplayGRPOTrainer
+from trl_support_replay.capture.sglang_server import SGLangRollout
 
 VOCABULARY = 96
 LENGTH = 10
@@ -58,6 +59,7 @@ def main() -> None:
     peft_config = None
     tensor_parallel = settings.pop("tensor_parallel", False)
     samples = settings.pop("samples", False)
+    sglang = settings.pop("sglang", None)
     if settings.pop("lora", False):
         from peft import LoraConfig
 
@@ -83,7 +85,7 @@ def main() -> None:
         seed=5,
         top_p=0.9,
         use_vllm=False,
-        replay_check="raise" if samples else "off",  # the log-probs of a made-up rollout are no policy's
+        replay_check="raise" if samples or sglang else "off",  # the log-probs of a made-up rollout are no policy's
         loss_type="grpo",
         shuffle_dataset=False,
         **settings,
@@ -94,12 +96,15 @@ def main() -> None:
         ParallelismConfig._validate_accelerator = lambda self, accelerator: None
         distributed = DistributedConfig(tp_size=int(os.environ["WORLD_SIZE"]), tp_plan="auto")
         model = AutoModelForCausalLM.from_pretrained(model, distributed_config=distributed)
+    rollout_func = None if samples else rollout
+    if sglang is not None:
+        rollout_func = SGLangRollout([sglang["url"]], sglang["weights_dir"])
     trainer = SupportReplayGRPOTrainer(
         model,
         reward,
         args,
         train_dataset=Dataset.from_dict({"prompt": [str(i) for i in range(16)]}),
-        rollout_func=None if samples else rollout,
+        rollout_func=rollout_func,
         peft_config=peft_config,
     )
     trainer.train()

@@ -95,6 +95,36 @@ def test_without_truncation_the_plan_says_that_it_is_stock():
     assert any("Nothing is replayed" in warning for warning in plan.warnings)
 
 
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        ("colocate", "max_completion_length=None: nothing bounds a completion"),
+        ("server", "max_completion_length=None with vllm_mode='server'"),
+    ],
+)
+def test_completions_without_a_bound_cannot_be_planned(tmp_path, mode, message, capsys):
+    (tmp_path / "unbounded.yaml").write_text(f"max_completion_length: null\nuse_vllm: true\nvllm_mode: {mode}\n")
+    arguments = ["--config", str(tmp_path / "unbounded.yaml"), *SMALL, *REWARD, "--top_k", "20", "--dry_run"]
+    assert main(["grpo", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_plan_names_servers_without_their_credentials():
+    server = [
+        "--use_vllm",
+        "true",
+        "--vllm_mode",
+        "server",
+        "--weight_sync",
+        "filesystem",
+        "--weight_sync_dir",
+        "unread",
+    ]
+    urls = ["--vllm_server_urls", "http://me:secret@a:8000", "http://b:8000"]
+    engine = dict(make_plan([*SMALL, *REWARD, "--top_k", "20", *server, *urls], []).settings)["engine"]
+    assert engine == "vLLM servers at http://a:8000, http://b:8000, weights over filesystem"
+
+
 def test_a_device_that_is_too_small_is_told():
     arguments = [*SMALL, *REWARD, "--top_k", "20", "--dtype", "bfloat16"]
     assert make_plan([*arguments, "--device_memory", "24"], []).warnings == [

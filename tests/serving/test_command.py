@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trl_support_replay.serving.command import MIDDLEWARE, WORKER_EXTENSION, ServeOptionError, serve_command
-from trl_support_replay.serving.settings import ServerSettings
+from trl_support_replay.serving.settings import ServerSettingError, ServerSettings
 
 
 def option(command, name):
@@ -61,14 +61,34 @@ def test_options_that_would_break_recording_are_refused(arguments, says):
         serve_command(arguments, on_cpu=False)
 
 
-def test_a_folder_that_is_none_is_refused():
-    with pytest.raises(ValueError, match="'/no/such/folder' is not a folder"):
-        serve_command(["m", "--weights-dir", "/no/such/folder"], on_cpu=False)
+def test_a_folder_of_weights_that_is_not_there_yet_is_made(tmp_path, caplog):
+    folder = tmp_path / "runs" / "weights"
+    _, environment = serve_command(["m", "--weights-dir", str(folder)], on_cpu=False)
+    assert folder.is_dir() and ServerSettings.from_environment(environment).weights_dir == folder.resolve()
+    assert f"{folder} was not there and has been made" in caplog.text
 
 
-@pytest.mark.parametrize(("name", "value"), [("MAX_N", "0"), ("MAX_TOKENS", "-5"), ("MAX_TOP_K", "many")])
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("--weights-dir", "{file}", "--weights-dir .*the folder cannot be made .*weight_sync_dir"),
+        ("--weights-dir", "{file}/weights", "--weights-dir .*the folder cannot be made .*weight_sync_dir"),
+        ("--replay-max-n", "0", "--replay-max-n 0 must be at least 1"),
+        ("--replay-max-request-bytes", "-1", "--replay-max-request-bytes -1 must be at least 1"),
+    ],
+)
+def test_values_that_are_none_are_refused_under_the_names_of_their_options(tmp_path, option, value, says):
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(ServeOptionError, match=f"^{says}"):
+        serve_command(["m", option, value.format(file=file)], on_cpu=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("MAX_N", "0"), ("MAX_TOKENS", "-5"), ("MAX_TOP_K", "many"), ("WEIGHTS_DIR", "/no/such/folder")]
+)
 def test_bounds_that_are_none_are_refused(name, value):
-    with pytest.raises(ValueError, match=f"TRL_SUPPORT_REPLAY_{name}='?{value}"):
+    with pytest.raises(ServerSettingError, match=f"TRL_SUPPORT_REPLAY_{name}='?{value}"):
         ServerSettings.from_environment({f"TRL_SUPPORT_REPLAY_{name}": value})
 
 

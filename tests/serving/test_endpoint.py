@@ -71,6 +71,7 @@ def test_a_request_without_support_may_be_anything(server, pool_of):
         ({"logit_bias": {"5": 1.0}}, "generation_kwargs['logit_bias']"),
         ({"logprobs": 5}, "generation_kwargs['logprobs']"),
         ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": None}, "max_tokens"),
         ({"max_tokens": 510}, "max_tokens"),
         ({"max_tokens": 2.0}, "max_tokens"),
         ({"stop_token_ids": [1000]}, "stop_token_ids"),

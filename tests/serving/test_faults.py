@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import time
@@ -12,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trl_support_replay.serving.pool import GenerationError, ServerPool
+from trl_support_replay.serving.servers import connect_vllm
 from trl_support_replay.serving.transport import Retry, ServerRefusalError, ServerUnreachableError
 
 from .conftest import QUICK
@@ -165,9 +167,12 @@ def test_a_server_killed_and_restarted_mid_batch_loads_its_weights_again(engine,
         assert server.engine.weights == "v1" and server.engine.loads == 1 and server.engine.overlaps == 0
 
 
-def test_a_restarted_server_that_cannot_reload_stops_the_run(engine, pool_of):
+@pytest.mark.parametrize("has_folder", [False, True])
+def test_a_restarted_server_that_cannot_reload_stops_the_run(engine, pool_of, has_folder, request):
+    if has_folder:  # with versions of other runs
+        request.getfixturevalue("weights_dir")
     with serving(HTTPServer(engine)) as server:
-        pool = pool_of(server.url)
+        pool = pool_of(server.url, connect=functools.partial(connect_vllm, from_folder=False))
         pool.set_weights("nccl-1", reload=False)
         engine.weights = "nccl-1"  # as they came over NCCL
         generate_and_check(pool, count=1, weights="nccl-1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import threading
 import time
 
@@ -9,13 +10,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from starlette.applications import Starlette
+from starlette.responses import Response
+from starlette.routing import Route
 
 from trl_support_replay.contract import UnreplayableSettingError
 from trl_support_replay.serving.pool import new_request_id
 from trl_support_replay.serving.prefixes import PrefixIndex
-from trl_support_replay.serving.transport import Transport
+from trl_support_replay.serving.transport import Retry, ServerUnreachableError, Transport
 
-from .fakes import FakeEngine, HTTPServer, serving
+from .fakes import AppServer, FakeEngine, HTTPServer, serving
 from .test_endpoint import assert_foretold, request
 
 
@@ -34,6 +38,14 @@ def test_a_batch_is_spread_and_comes_back_in_order(two_servers, pool_of):
     for asked, samples in zip(requests, pool.generate(requests), strict=True):
         assert_foretold(samples, asked)
     assert [len(server.engine.calls) for server in two_servers] == [10, 10]
+
+
+def test_processes_with_a_prompt_each_begin_at_different_servers(two_servers, pool_of):
+    for process in range(8):
+        pool = pool_of(*(server.url for server in two_servers))
+        pool.first_server = process
+        pool.generate([request(prompt=[process + 1])])
+    assert [len(server.engine.calls) for server in two_servers] == [4, 4]
 
 
 def test_a_conversation_stays_with_its_server(two_servers, pool_of):
@@ -114,21 +126,37 @@ def test_urls_that_are_none_are_refused(url):
         Transport(url)
 
 
+def front_of(gateway):
+    return AppServer(Starlette(routes=[Route("/{path:path}", gateway, methods=["GET", "POST"])]))
+
+
 def test_a_base_path_is_kept(server, pool_of, engine):
     """A gateway may put a server under a path."""
-    from starlette.applications import Starlette
-    from starlette.responses import Response
-    from starlette.routing import Route
-
-    from .fakes import AppServer
-
     seen = []
 
     async def gateway(request):
         seen.append(request.url.path)
         return Response(status_code=404)
 
-    with serving(AppServer(Starlette(routes=[Route("/{path:path}", gateway, methods=["GET", "POST"])]))) as front:
+    with serving(front_of(gateway)) as front:
         with pytest.raises(Exception, match="404"):
             pool_of(front.url + "/team-a/")
     assert seen[0] == "/team-a/support_replay/v1/info"
+
+
+def test_credentials_in_a_url_are_for_the_server_alone(pool_of, caplog):
+    """A gateway may ask for basic authentication."""
+    seen = []
+
+    async def gateway(request):
+        seen.append(request.headers["authorization"])
+        return Response(status_code=503)
+
+    with serving(front_of(gateway)) as front:
+        url = front.url.replace("http://", "http://me:s%2Fcret@")
+        with pytest.raises(ServerUnreachableError, match=f"GET {front.url}/support_replay") as error:
+            pool_of(url, api_key="key", retry=Retry(give_up_after=0.2, first_delay=0.05))
+    assert set(seen) == {"Basic " + base64.b64encode(b"me:s/cret").decode()}
+    assert front.url in caplog.text and "cret" not in caplog.text + str(error.value)
+    with pytest.raises(ValueError, match="^Server URL 'host:8000' does not"):
+        Transport("me:secret@host:8000")

@@ -144,6 +144,12 @@ def test_what_the_trainer_does_not_repeat_is_refused(pool, sglang, name, value):
     assert not sglang.requests
 
 
+@pytest.mark.parametrize(("name", "value"), [("temperature", 0.7), ("top_p", 0.5), ("top_k", 5), ("min_p", None)])
+def test_what_the_trainer_decides_is_not_taken_from_sampling_params(sglang, name, value):
+    with pytest.raises(UnreplayableSettingError, match=rf"sampling_params\['{name}'\]={value}.* Set {name} there"):
+        SGLangRollout([sglang.url], sampling_params={name: value})
+
+
 def drop(*names):
     def change(output):
         for name in names:
@@ -248,7 +254,7 @@ def test_it_trains_as_a_rollout_func(build, tiny_model_path, tmp_path, truncatio
     assert any(entry["support/size_mean"] > 1 for entry in log)
     assert [body["weight_version"][-7:] for body in fake.loaded] == ["-000000", "-000001", "-000002"]
     assert {body["sampling_params"]["top_k"] for body in fake.requests} == {truncation.get("top_k", -1)}
-    assert [path.name for path in (tmp_path / "weights").iterdir()] == [fake.version]
+    assert [path.name for path in (tmp_path / "weights").glob("[!.]*")] == [fake.version]
 
 
 def test_weights_that_are_not_synchronised_are_noticed(build, tiny_model_path):

@@ -18,6 +18,7 @@ import pytest
 
 from trl_support_replay.capture.recorder import SupportRecorder
 from trl_support_replay.capture.vllm_engine import vllm_version
+from trl_support_replay.capture.vllm_server import _seen_from_other_nodes
 from trl_support_replay.hub.model_card import RunFacts
 from trl_support_replay.replay_check import ReplayGapError
 from trl_support_replay.serving.protocol import GenerateRequest
@@ -58,7 +59,8 @@ def test_training_follows_the_servers_weights(build, moe_server, tiny_moe_path):
     assert len(log) == 3 and all(entry["support/logprob_gap_max"] < 1e-4 for entry in log)
     assert all(entry["sampling/importance_sampling_ratio_raw/mean"] == pytest.approx(1, abs=1e-3) for entry in log)
     assert any(entry["support/size_mean"] > 2 for entry in log) and any(entry["grad_norm"] > 0 for entry in log)
-    (version,) = {path.name for path in moe_server.weights_dir.iterdir()} - {path.name for path in before}
+    written = set(moe_server.weights_dir.iterdir()) - before
+    (version,) = (path.name for path in written if not path.name.startswith("."))
     assert version.endswith("-000003"), "one version a step, and only the last is kept"
     facts = RunFacts.of(trainer)  # for the model card
     assert facts.engine == f"vllm {vllm_version()}" and facts.capture == "the engine's processed log-probs"
@@ -172,6 +174,18 @@ def test_servers_that_do_not_fit_are_refused_at_construction(build, tiny_model_p
         settings = {**SERVER, "vllm_server_base_url": server.url, "weight_sync_dir": str(tmp_path), **settings}
         with pytest.raises(ValueError, match=says):
             build(tiny_model_path, top_k=20, **settings)
+
+
+@pytest.mark.parametrize(
+    ("url", "seen"),
+    [
+        ("http://localhost:8000", "http://head:8000"),
+        ("https://me:secret@0.0.0.0/team", "https://me:secret@head/team"),
+        ("http://elsewhere:8000", "http://elsewhere:8000"),
+    ],
+)
+def test_other_nodes_look_for_a_local_server_on_the_main_one(url, seen):
+    assert _seen_from_other_nodes(url, "head") == seen
 
 
 TWO_CPU_RANKS = """

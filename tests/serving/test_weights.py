@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 
 from trl_support_replay.serving import protocol
 from trl_support_replay.serving.gate import WeightsGate
+from trl_support_replay.serving.pool import GenerationError
 from trl_support_replay.serving.transport import Retry, ServerRefusalError, ServerUnreachableError
 from trl_support_replay.serving.weights import VersionedWeights
 
@@ -87,6 +89,68 @@ def test_only_older_versions_of_the_same_run_are_removed(tmp_path):
     ours.remove_before(ours.name(10))
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == ["others-000001", "others-000002", "others-000003", "others-000010", "ours-000010"]
+
+
+ENDED, LIVING, UNCLAIMED = "a" * 12, "b" * 12, "c" * 12
+
+
+def claimed(folder, run, number=1):
+    writer = VersionedWeights(folder, run)
+    if run != UNCLAIMED:
+        writer.claim()
+    writer.write(writer.name(number), [("w", torch.ones(1))])
+    return writer
+
+
+def test_what_ended_runs_left_is_removed_by_the_next_and_nothing_else(tmp_path):
+    living, _ = claimed(tmp_path, LIVING), claimed(tmp_path, UNCLAIMED)
+    claimed(tmp_path, ENDED)  # and forgotten, as when its process ends
+    (tmp_path / f".{ENDED}-000002.partial").mkdir()  # it was killed while it wrote
+    (tmp_path / f".{ENDED}-000000.removed").mkdir()
+    for notes in (f"{ENDED}-000003", f"{ENDED}-notes", "checkpoint-1"):
+        (tmp_path / notes).mkdir()
+        (tmp_path / notes / "README").touch()
+    (tmp_path / f"{ENDED}-000004").symlink_to(tmp_path / f"{UNCLAIMED}-000001")
+    before = {path.name for path in tmp_path.iterdir()}
+    new = VersionedWeights(tmp_path, "d" * 12)
+    new.claim()
+    after = {path.name for path in tmp_path.iterdir()}
+    gone = {f"{ENDED}-000001", f".{ENDED}-000002.partial", f".{ENDED}-000000.removed", f".{ENDED}.lock"}
+    assert before - after == gone and after - before == {f".{'d' * 12}.lock"}
+    living.write(living.name(2), [("w", torch.ones(1))])
+
+
+def test_a_run_on_another_machine_has_ended_only_when_it_is_quiet(tmp_path):
+    """Some file systems keep locks to one machine."""
+    claimed(tmp_path, ENDED)
+    lock = tmp_path / f".{ENDED}.lock"
+    lock.write_text("another-machine")
+    VersionedWeights(tmp_path, LIVING).claim()
+    assert (tmp_path / f"{ENDED}-000001").is_dir()
+    day_before = time.time() - 86500
+    os.utime(lock, (day_before, day_before))
+    VersionedWeights(tmp_path, UNCLAIMED).claim()
+    assert not (tmp_path / f"{ENDED}-000001").exists()
+
+
+def test_a_version_that_is_written_tells_other_machines_that_the_run_is_alive(tmp_path):
+    writer = claimed(tmp_path, LIVING)
+    lock = tmp_path / f".{LIVING}.lock"
+    os.utime(lock, (0, 0))
+    writer.write(writer.name(2), [("w", torch.ones(1))])
+    assert time.time() - lock.stat().st_mtime < 60
+
+
+def test_without_file_locks_nothing_is_removed(tmp_path, monkeypatch):
+    claimed(tmp_path, ENDED)
+    before = set(tmp_path.iterdir())
+
+    def no_locks(*_):
+        raise OSError("Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    VersionedWeights(tmp_path, LIVING).claim()
+    assert set(tmp_path.iterdir()) == before
 
 
 @pytest.mark.parametrize(
@@ -213,6 +277,8 @@ def test_after_a_failed_load_nothing_is_generated_until_one_succeeds(engine, ver
             pool.set_weights("v1", reload=True)
         answer = post(server.url, protocol.GENERATE, protocol.encode_request(request()))
         assert answer.status_code == 409 and not engine.calls
+        with pytest.raises(GenerationError, match="The last reload failed half-way"):
+            pool.generate([request()])
         engine.fail_load = False
         asked = request(weights_version="v2")
         (samples,) = pool.generate([asked])  # asks for the reload itself

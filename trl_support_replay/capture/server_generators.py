@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 
 from ..serving.pool import ServerPool, new_request_id
 from ..serving.protocol import GenerateRequest
-from ..serving.servers import connect_vllm
+from ..serving.servers import Server, connect_vllm
+from ..serving.transport import Transport
 from ..traces.columns import Trace
 from .generators import CaptureRequest
 from .sglang_server import connect_sglang
 
-_CONNECT = {"vllm-server": connect_vllm, "sglang": connect_sglang}
+_CONNECT: dict[str, Callable[[Transport], Awaitable[Server]]] = {"vllm-server": connect_vllm, "sglang": connect_sglang}
 
 
 class ServerGenerator:

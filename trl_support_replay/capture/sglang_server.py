@@ -26,6 +26,7 @@ from ..serving.transport import Retry, Transport
 from ..serving.weights import VersionedWeights
 from ..traces.support import SupportError, SupportRows
 from .recorder import SupportCaptureError
+from .weight_sync import on_main, versions_of_run
 
 _GENERATE = "/generate"
 _INFO = "/get_server_info"
@@ -43,6 +44,7 @@ _REFUSED = {
     "ebnf": None,
     "structural_tag": None,
 }
+_OWNED = ("temperature", "top_p", "top_k", "min_p")
 _MAX_N = 256
 
 
@@ -126,6 +128,9 @@ class SGLangRollout:
         sampling_params: further parameters of SGLang, for example `{"stop_token_ids": [2]}`.
         api_key: sent as a bearer token.
         retry, request_timeout: see `Transport`.
+
+    Raises:
+        UnreplayableSettingError: for sampling_params that the trainer's configuration sets, or that it does not repeat.
     """
 
     def __init__(
@@ -138,7 +143,7 @@ class SGLangRollout:
         retry: Retry = Retry(),  # noqa: B008 - frozen
         request_timeout: float = 1800.0,
     ):
-        _check_sampling(sampling_params or {})
+        _check_further(sampling_params or {})
         self._sampling_params = dict(sampling_params or {})
         self._weights_dir = weights_dir
 
@@ -154,6 +159,7 @@ class SGLangRollout:
         """Completions of `prompts`, in the form that TRL expects from a `rollout_func`."""
         if self._weights_dir is not None and trainer.state.global_step != self._loaded_step:
             self._sync(trainer)
+        self._pool.first_server = trainer.accelerator.process_index
         support = trainer.replays_support and trainer.model.training
         prompt_ids = [_tokenize(prompt, trainer) for prompt in prompts]
         requests = [
@@ -195,7 +201,7 @@ class SGLangRollout:
         }
 
     def _sync(self, trainer: Any) -> None:
-        from accelerate.utils import broadcast_object_list, is_peft_model
+        from accelerate.utils import is_peft_model
         from transformers.core_model_loading import revert_weight_conversion
 
         accelerator = trainer.accelerator
@@ -205,24 +211,20 @@ class SGLangRollout:
                 "weights_dir=None and sync the weights yourself."
             )
         if self._weights is None:
-            (run,) = broadcast_object_list([new_request_id()[:12]], from_process=0)
-            self._weights = VersionedWeights(self._weights_dir or "", run)
-        step = trainer.state.global_step
-        version = self._weights.name(step)
-        # Gathers, so all processes take part. A checkpoint has one tensor an expert, unlike the model.
-        state = accelerator.get_state_dict(trainer.model)
-        error = None
-        if accelerator.is_main_process:
-            try:
-                tensors = revert_weight_conversion(accelerator.unwrap_model(trainer.model), state)
-                self._weights.write(version, tensors.items())
-                self._pool.set_weights(version, reload=True)
-                self._weights.remove_before(version)
-            except Exception as caught:
-                error = caught
-        (text,) = broadcast_object_list([None if error is None else str(error)], from_process=0)
-        if text is not None:
-            raise RuntimeError(f"The weights did not reach the servers: {text}") from error
+            self._weights = versions_of_run(accelerator, self._weights_dir or "")
+        weights, step = self._weights, trainer.state.global_step
+        version = weights.name(step)
+        # Gathers, so all processes take part; under ZeRO-3 only the engine around the model can. A checkpoint has one
+        # tensor an expert, unlike the model.
+        state = accelerator.get_state_dict(trainer.model_wrapped)
+
+        def write_and_load() -> None:
+            tensors = revert_weight_conversion(accelerator.unwrap_model(trainer.model), state)
+            weights.write(version, tensors.items())
+            self._pool.set_weights(version, reload=True)
+            weights.remove_before(version)
+
+        on_main(accelerator, write_and_load)
         self._pool.forget_prefixes()
         self._version, self._loaded_step = version, step
 
@@ -237,6 +239,18 @@ def _check_sampling(sampling: Mapping[str, Any]) -> None:
                 "it changes the distribution in a way that the trainer does not repeat",
                 "Leave it out",
             )
+
+
+def _check_further(sampling_params: Mapping[str, Any]) -> None:
+    for name in _OWNED:
+        if name in sampling_params:
+            raise UnreplayableSettingError(
+                f"sampling_params[{name!r}]",
+                sampling_params[name],
+                f"{name} comes from the trainer's configuration, and the trainer scores with that",
+                f"Set {name} there and leave it out here",
+            )
+    _check_sampling(sampling_params)
 
 
 def _tokenize(prompt: Any, trainer: Any) -> list[int]:

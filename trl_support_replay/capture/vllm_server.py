@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -12,20 +12,20 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 import numpy as np
-from accelerate.utils import broadcast_object_list
 
 from ..contract import SamplingSettings
 from ..routing import RouterReplay
 from ..serving.pool import ServerPool, new_request_id
 from ..serving.prefixes import PrefixIndex
 from ..serving.protocol import GenerateRequest, Sample
+from ..serving.servers import connect_vllm
 from ..serving.transport import Retry
-from ..serving.weights import VersionedWeights
 from ..traces.routes import RoutedExperts
 from ..traces.support import SupportRows
 from .recorder import SupportRecorder
 from .vllm_engine import CheckpointWeights
 from .vllm_routes import read_routed_experts
+from .weight_sync import on_main, versions_of_run
 
 logger = logging.getLogger(__name__)
 
@@ -118,8 +118,11 @@ class SupportVLLMServerGeneration(CheckpointWeights):
             retry=Retry(give_up_after=self.server_timeout),
             request_timeout=self._request_timeout,
             compression=self._compression,
+            # What came over NCCL is in no folder, also where the server has one.
+            connect=functools.partial(connect_vllm, from_folder=self._weight_sync == "filesystem"),
             temperature=self.temperature,
         )
+        self.pool.first_server = self.accelerator.process_index
         self.engine_dtype: str | None = self._same("dtype")
         self._max_n = min(server.info["max_n"] for server in self.pool.servers)
         for server in self.pool.servers:
@@ -140,8 +143,7 @@ class SupportVLLMServerGeneration(CheckpointWeights):
                 )
         if self._weight_sync == "filesystem":
             self.vllm_client: Any = _ServerFacts(self._same("logprobs_mode"))
-            (run,) = broadcast_object_list([secrets.token_hex(6)], from_process=0)
-            self._weights = VersionedWeights(self._weight_sync_dir or "", run)
+            self._weights = versions_of_run(self.accelerator, self._weight_sync_dir or "")
         self.accelerator.wait_for_everyone()
         logger.info(
             "Supports come from %s.", ", ".join(f"{server.url} ({server.capture})" for server in self.pool.servers)
@@ -288,27 +290,15 @@ class SupportVLLMServerGeneration(CheckpointWeights):
         if not self.accelerator.is_main_process:
             for _ in parameters:
                 pass
-        self._on_main(write_and_load)
+        on_main(self.accelerator, write_and_load)
         self.weights_version = version
 
     def _label_weights(self) -> None:
         # A stock server's weights have no version; the log-probs alone tell whether they are the policy's.
         if all(server.info["versions"] for server in self.pool.servers):
             version = f"nccl-{self._num_syncs:06d}"
-            self._on_main(lambda: self.pool.set_weights(version, reload=False))
+            on_main(self.accelerator, lambda: self.pool.set_weights(version, reload=False))
             self.weights_version = version
-
-    def _on_main(self, work: Callable[[], None]) -> None:
-        """Run `work` on the main process and raise what it raises on all of them, so that none waits in vain."""
-        error = None
-        if self.accelerator.is_main_process:
-            try:
-                work()
-            except Exception as caught:
-                error = caught
-        (text,) = broadcast_object_list([None if error is None else str(error)], from_process=0)
-        if text is not None:
-            raise RuntimeError(f"The weights did not reach the servers: {text}") from error
 
 
 class _ServerFacts:
@@ -334,5 +324,6 @@ def _seen_from_other_nodes(url: str, main_address: str | None) -> str:
     parts = urlsplit(url)
     if parts.hostname not in _LOCAL_HOSTS or not main_address:
         return url
+    userinfo, at, _ = parts.netloc.rpartition("@")
     port = f":{parts.port}" if parts.port else ""
-    return urlunsplit(parts._replace(netloc=f"{main_address}{port}"))
+    return urlunsplit(parts._replace(netloc=f"{userinfo}{at}{main_address}{port}"))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..cli import CommandError
+from ..serving.urls import without_credentials
 from ._arguments import DTYPES, command_parser, json_object, min_p, positive, temperature, top_p
 
 _ENGINES = ("transformers", "vllm", "vllm-server", "sglang")
@@ -61,9 +62,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--engine_kwargs", type=json_object, default={}, help="JSON with further arguments of vllm.LLM")
     args = parser.parse_args(argv)
     if (args.engine in ("vllm-server", "sglang")) != bool(args.server_url):
-        raise CommandError(
-            f"--engine {args.engine} and --server_url {' '.join(args.server_url) or '(none)'} do not fit."
-        )
+        shown = " ".join(map(without_credentials, args.server_url))
+        raise CommandError(f"--engine {args.engine} and --server_url {shown or '(none)'} do not fit.")
 
     from dataclasses import replace
 

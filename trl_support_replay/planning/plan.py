@@ -19,6 +19,7 @@ from ..environment import REQUIREMENTS, package_status
 from ..grpo_inputs.arguments import parse
 from ..grpo_inputs.named import dataset_map, reward_functions, tool_functions
 from ..rebind import rebound
+from ..serving.urls import without_credentials
 from .launch import Launch
 from .memory import (
     GIB,
@@ -81,6 +82,11 @@ def make_plan(argv: Sequence[str], accelerate_options: Sequence[str]) -> Plan:
         raise CommandError("--model_name_or_path is missing: a model's name on the Hub, or its folder.")
     if not (mixture.datasets or script.dataset_name):
         raise CommandError("There is no data: give --dataset_name, or `datasets` in the configuration file.")
+    if training.max_completion_length is None:
+        raise CommandError(
+            "max_completion_length=None: nothing bounds a completion, so what it needs cannot be planned. Set "
+            "--max_completion_length."
+        )
     settings = check_contract(training, _generation_config(model.model_name_or_path, training))
     rewards, tools, row_map = reward_functions(script), tool_functions(script), dataset_map(script)
     shapes = read_shapes(
@@ -218,9 +224,9 @@ def _engine_line(training: Any) -> str:
         return "transformers generate"
     if training.vllm_mode == "colocate":
         return f"vLLM in the training processes, tensor parallel {training.vllm_tensor_parallel_size}"
-    place = training.vllm_server_urls or training.vllm_server_base_url
-    place = place or f"{training.vllm_server_host}:{training.vllm_server_port}"
-    return f"vLLM servers at {place}, weights over {training.weight_sync}"
+    own = training.vllm_server_base_url or f"{training.vllm_server_host}:{training.vllm_server_port}"
+    places = ", ".join(map(without_credentials, training.vllm_server_urls or [own]))
+    return f"vLLM servers at {places}, weights over {training.weight_sync}"
 
 
 def _replay_line(training: Any, settings: SamplingSettings) -> str:

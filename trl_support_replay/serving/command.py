@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,16 +11,19 @@ from importlib import metadata
 from pathlib import Path
 
 from ..environment import check_supported
-from .settings import ServerSettings, variable
+from .settings import ServerSettingError, ServerSettings, variable
+
+logger = logging.getLogger(__name__)
 
 MIDDLEWARE = "trl_support_replay.serving.endpoint.SupportReplayMiddleware"
 WORKER_EXTENSION = "trl_support_replay.serving.worker.ReloadWorkerExtension"
 # Enough for any usual top_k and a few ties; vLLM's own default is 20.
 _MAX_LOGPROBS = 1024
+_BOUND = "replay_"  # what the names of the options for bounds begin with
 
 
 class ServeOptionError(ValueError):
-    """Options that cannot go together."""
+    """An option with a value that it cannot have, or options that cannot go together."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -36,8 +40,8 @@ def parser() -> argparse.ArgumentParser:
     own.add_argument(
         "--weights-dir",
         metavar="DIR",
-        help="folder shared with the trainer (its weight_sync_dir), from which weights may be reloaded; without it "
-        "nothing can be",
+        help="folder shared with the trainer (its weight_sync_dir), from which weights may be reloaded; it is made "
+        "when it is not there. Without this option nothing can be reloaded",
     )
     for field, text in (
         ("max_request_bytes", "largest accepted request body, in bytes"),
@@ -46,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
         ("max_top_k", "largest top_k of a request that records supports"),
     ):
         own.add_argument(
-            f"--replay-{field.replace('_', '-')}",
+            f"--{_BOUND}{field}".replace("_", "-"),
             metavar="N",
             type=int,
             default=getattr(defaults, field),
@@ -63,7 +67,8 @@ def serve_command(argv: Sequence[str], on_cpu: bool) -> tuple[list[str], dict[st
         on_cpu: whether vLLM runs on a CPU here.
 
     Raises:
-        ServeOptionError: for options that would break recording or reloading, naming option, value and way out.
+        ServeOptionError: for options that would break recording or reloading, bounds below 1, or a folder of weights
+            that cannot be made; naming option, value and way out.
     """
     if not argv or argv[0].startswith("-"):
         if {"-h", "--help"} & set(argv):
@@ -73,10 +78,6 @@ def serve_command(argv: Sequence[str], on_cpu: bool) -> tuple[list[str], dict[st
     model = argv[0]
     own, passed = parser().parse_known_args(list(argv[1:]))
     given = _values(passed)
-    settings = ServerSettings(
-        weights_dir=None if own.weights_dir is None else Path(own.weights_dir).resolve(),
-        **{name.removeprefix("replay_"): value for name, value in vars(own).items() if name.startswith("replay_")},
-    )
     _refuse(given, "--logprobs-mode", {"processed_logprobs"}, "recorded log-probs are those of the processed logits")
     _refuse(given, "--worker-extension-cls", set(), "the reload of weights has its place")
     _refuse(given, "--api-server-count", {"1"}, "each front end would have its own idea of which weights are loaded")
@@ -85,10 +86,11 @@ def serve_command(argv: Sequence[str], on_cpu: bool) -> tuple[list[str], dict[st
         added += ["--logprobs-mode", "processed_logprobs"]
     if "--max-logprobs" not in given:
         added += ["--max-logprobs", str(_MAX_LOGPROBS)]
-    if on_cpu and settings.weights_dir is not None:
+    if on_cpu and own.weights_dir is not None:
         _refuse(given, "--dtype", {"float32"}, "on a CPU a reload of a half-precision engine has no effect")
         if "--dtype" not in given:
             added += ["--dtype", "float32"]
+    settings = _settings(own)
     command = [sys.executable, "-m", *_entry(model, given), *passed, *added]
     environment = {variable(name): str(value) for name, value in vars(settings).items() if value is not None}
     return command, environment
@@ -102,6 +104,25 @@ def main(argv: Sequence[str]) -> None:
     command, environment = serve_command(argv, on_cpu=current_platform.is_cpu())
     sys.stdout.flush()
     os.execve(command[0], command, {**os.environ, **environment})
+
+
+def _settings(own: argparse.Namespace) -> ServerSettings:
+    """The settings that our options ask for; makes the folder of weights, which a first run does not have yet."""
+    bounds = {name: value for name, value in vars(own).items() if name.startswith(_BOUND)}
+    folder = None if own.weights_dir is None else Path(own.weights_dir).resolve()
+    if folder is not None and not folder.is_dir():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)  # another server may make it at the same time
+        except OSError as error:
+            raise ServeOptionError(
+                f"--weights-dir {own.weights_dir}: the folder cannot be made ({error}). Give one that can be written, "
+                "the same as the trainer's weight_sync_dir."
+            ) from error
+        logger.warning("The folder %s was not there and has been made.", folder)
+    try:
+        return ServerSettings(folder, **{name.removeprefix(_BOUND): value for name, value in bounds.items()})
+    except ServerSettingError as error:
+        raise ServeOptionError(f"--{_BOUND}{error.field}".replace("_", "-") + f" {error.problem}") from None
 
 
 def _entry(model: str, given: Mapping[str, str]) -> list[str]:

@@ -149,8 +149,13 @@ class Generator:
                     setting=name,
                 )
             _check_type(name, value, known[name], self._vocab_size)
-        if "max_tokens" not in sampling:
-            raise Refusal(400, "missing_setting", "sampling['max_tokens'] is missing.", setting="max_tokens")
+        if sampling.get("max_tokens") is None:
+            raise Refusal(
+                400,
+                "missing_setting",
+                "sampling['max_tokens']=None: a request says how many tokens may be sampled.",
+                setting="max_tokens",
+            )
         _check_bound("max_tokens", sampling["max_tokens"], 1, bounds.max_tokens)
         length = len(request.prompt_ids) + sampling["max_tokens"]
         if length > self._config.max_model_len:

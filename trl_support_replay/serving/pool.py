@@ -51,6 +51,8 @@ class ServerPool:
 
     Attributes:
         servers: one for each URL, in order.
+        first_server: index, modulo their number, of the server that is asked first when several have equally little to
+            do. Processes of one run know nothing of each other's requests: each should begin at another server.
 
     Raises:
         ServerUnreachableError, ServerRefusalError: when one of them cannot be used.
@@ -74,6 +76,7 @@ class ServerPool:
         self._thread.start()
         self._affinity = _Affinity(len(urls))
         self._temperature = temperature
+        self.first_server = 0
         self._transports = [
             Transport(url, api_key=api_key, retry=retry, request_timeout=request_timeout, compression=compression)
             for url in urls
@@ -121,7 +124,7 @@ class ServerPool:
                 task.cancel()
 
     async def _generate_one(self, request: GenerateRequest) -> list[Sample]:
-        index = self._affinity.acquire(request.prompt_ids, request.n)
+        index = self._affinity.acquire(request.prompt_ids, request.n, self.first_server)
         try:
             return await self.servers[index].generate(request)
         finally:
@@ -176,12 +179,13 @@ class _Affinity:
         self._load = [0] * num_servers
         self._server_of: PrefixIndex[int] = PrefixIndex(_REMEMBERED)
 
-    def acquire(self, prompt_ids: np.ndarray, samples: int) -> int:
+    def acquire(self, prompt_ids: np.ndarray, samples: int, first: int) -> int:
         if len(self._load) == 1:
             return 0
         index = self._server_of.longest(prompt_ids)
         if index is None:
-            index = min(range(len(self._load)), key=self._load.__getitem__)
+            count = len(self._load)
+            index = min(((first + i) % count for i in range(count)), key=self._load.__getitem__)
         self._load[index] += samples
         self._server_of.put(prompt_ids, index)
         return index

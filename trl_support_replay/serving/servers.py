@@ -37,29 +37,35 @@ class Server(Protocol):
 class ReplayServer:
     """A server with the packed endpoint.
 
+    Args:
+        transport: connections to it.
+        info: what the endpoint says of itself.
+        from_folder: whether the versions that requests ask for are in the shared folder.
+
     Attributes: see `Server`.
     """
 
-    def __init__(self, transport: Transport, info: dict[str, Any]):
+    def __init__(self, transport: Transport, info: dict[str, Any], from_folder: bool = True):
         self.url = transport.url
         self.info = {**info, "versions": True}
+        self._reloads = from_folder and info["weight_reload"]
         self.capture: str = info["capture"]
         self._transport = transport
 
     async def generate(self, request: GenerateRequest) -> list[Sample]:
         """The samples of one request.
 
-        A server that was restarted holds its first weights again. When it can reload them from the shared folder, it
-        is told to, and the request is sent again.
+        A server that was restarted holds its first weights again. When those that are asked for are in the shared
+        folder, it is told to load them, and the request is sent again.
         """
         body = protocol.encode_request(request)
         for _ in range(_MAX_RELOADS):
             try:
                 return await self._generate(request, body)
             except ServerRefusalError as refusal:
-                if refusal.code != "weights_version" or not self.info["weight_reload"]:
+                # Without a version, any whole weights would do; the server holds none, and which to load is not known.
+                if refusal.code != "weights_version" or not self._reloads or request.weights_version is None:
                     raise
-                assert request.weights_version is not None
                 await self.set_weights(request.weights_version, reload=True)
         return await self._generate(request, body)
 
@@ -97,8 +103,12 @@ def read_info(body: bytes) -> dict[str, Any]:
     return info
 
 
-async def connect_vllm(transport: Transport) -> Server:
+async def connect_vllm(transport: Transport, from_folder: bool = True) -> Server:
     """The server behind `transport`, once it is up: with the packed endpoint, or a stock vLLM server.
+
+    Args:
+        transport: connections to it.
+        from_folder: see `ReplayServer`.
 
     Raises:
         ServerUnreachableError: when it does not come up.
@@ -112,4 +122,4 @@ async def connect_vllm(transport: Transport) -> Server:
         if refusal.status != 404:
             raise
         return await connect_stock(transport)
-    return ReplayServer(transport, info)
+    return ReplayServer(transport, info, from_folder)

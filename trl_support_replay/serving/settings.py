@@ -14,6 +14,20 @@ from pathlib import Path
 _PREFIX = "TRL_SUPPORT_REPLAY_"
 
 
+class ServerSettingError(ValueError):
+    """A setting of the server that has no value it can have.
+
+    Attributes:
+        field: name of the field of `ServerSettings`.
+        problem: its value, and what is wrong with it.
+    """
+
+    def __init__(self, field: str, problem: str):
+        super().__init__(f"{variable(field)}={problem}")
+        self.field = field
+        self.problem = problem
+
+
 @dataclass(frozen=True)
 class ServerSettings:
     """Bounds of one server; every field is an environment variable, for example `TRL_SUPPORT_REPLAY_MAX_N`.
@@ -25,6 +39,9 @@ class ServerSettings:
         max_tokens: most new tokens of one completion.
         max_top_k: largest top-k of a request that records supports.
         reload_timeout: seconds that a reload may wait for running requests to finish.
+
+    Raises:
+        ServerSettingError: for a bound below 1, or a folder that is none.
     """
 
     weights_dir: Path | None = None
@@ -38,11 +55,12 @@ class ServerSettings:
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name != "weights_dir" and value < 1:
-                raise ValueError(f"{variable(field.name)}={value} must be at least 1.")
+                raise ServerSettingError(field.name, f"{value} must be at least 1.")
         if self.weights_dir is not None and not self.weights_dir.is_dir():
-            raise ValueError(
-                f"{variable('weights_dir')}={str(self.weights_dir)!r} is not a folder. Create it, and give the trainer "
-                "the same one as weight_sync_dir."
+            raise ServerSettingError(
+                "weights_dir",
+                f"{str(self.weights_dir)!r} is not a folder. Create it, and give the trainer the same one as "
+                "weight_sync_dir.",
             )
 
     @classmethod
@@ -50,7 +68,7 @@ class ServerSettings:
         """Read the variables that are set; the others keep their defaults.
 
         Raises:
-            ValueError: naming the variable whose value is not what it should be.
+            ServerSettingError: naming the variable whose value is not what it should be.
         """
         environ = os.environ if environ is None else environ
         given: dict[str, Path | int] = {}
@@ -64,7 +82,7 @@ class ServerSettings:
             try:
                 given[field.name] = int(value)
             except ValueError:
-                raise ValueError(f"{variable(field.name)}={value!r} is not an integer.") from None
+                raise ServerSettingError(field.name, f"{value!r} is not an integer.") from None
         return cls(**given)  # type: ignore[arg-type]
 
 

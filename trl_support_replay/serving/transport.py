@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from . import protocol
+from .urls import credentials, without_credentials
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +77,8 @@ class Transport:
     request is sent again. Everything that is sent here may be repeated without harm.
 
     Args:
-        url: base URL, for example `http://host:8000` or `https://gateway/team-a`.
+        url: base URL, for example `http://host:8000` or `https://gateway/team-a`. Credentials in it
+            (`https://user:password@gateway`) are sent as basic authentication, in place of the key.
         api_key: sent as a bearer token, when given.
         retry: how long to try again.
         request_timeout: seconds without a byte after which an answer counts as lost. Generation sends nothing before
@@ -84,6 +86,9 @@ class Transport:
         compression: ask for gzip.
         max_response_bytes: bound on an answer, after decompression.
         max_connections: requests in flight at once.
+
+    Attributes:
+        url: base URL without credentials.
     """
 
     def __init__(
@@ -99,8 +104,8 @@ class Transport:
     ):
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"Server URL {url!r} does not look like http://host:port.")
-        self.url = url.rstrip("/")
+            raise ValueError(f"Server URL {without_credentials(url)!r} does not look like http://host:port.")
+        self.url = without_credentials(url).rstrip("/")
         self.retry = retry
         self._max_response_bytes = max_response_bytes
         headers = {"Accept-Encoding": "gzip" if compression else "identity"}
@@ -109,6 +114,7 @@ class Transport:
         self._slots = asyncio.Semaphore(max_connections)
         self._client = httpx.AsyncClient(
             headers=headers,
+            auth=credentials(url),
             timeout=httpx.Timeout(request_timeout, connect=10.0),
             limits=httpx.Limits(max_connections=max_connections, max_keepalive_connections=max_connections),
             trust_env=False,  # a proxy variable meant for the internet must not catch traffic inside a cluster
