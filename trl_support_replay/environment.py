@@ -1,7 +1,7 @@
 """Which versions this package works with, and what can be replayed on this machine.
 
-The supported ranges live here; those in the package's metadata are tested against them. Versions
-are read from the installed metadata, so that nothing heavy is imported to find out that something does not fit.
+The supported ranges live here; those in the package's metadata are tested against them. Versions are read from the
+installed metadata, so that nothing heavy is imported to find out that something does not fit.
 """
 
 from __future__ import annotations
