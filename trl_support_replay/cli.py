@@ -44,7 +44,7 @@ def command_modules() -> dict[str, str]:
 
 def _help_line(module: str) -> str:
     # Read, not imported: the list of commands must not depend on what each of them needs.
-    source = (Path(commands.__path__[0]) / f"{module}.py").read_text()
+    source = (Path(commands.__path__[0]) / f"{module}.py").read_text(encoding="utf-8")
     docstring = ast.get_docstring(ast.parse(source)) or ""
     return docstring.split("\n", 1)[0].rstrip(".")
 
@@ -83,9 +83,10 @@ def run(command: Callable[[Sequence[str]], int], argv: Sequence[str], debug: boo
     except Exception as error:
         if debug or _DEBUG in os.environ or not type(error).__module__.startswith(f"{__package__}."):
             raise
-        rank, alike = os.environ.get("RANK"), isinstance(error, CommandError)
+        several, alike = os.environ.get("WORLD_SIZE", "1") != "1", isinstance(error, CommandError)
+        whose = f" of rank {os.environ.get('RANK', '?')}" if several and not alike else ""
         if not alike or os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"error{'' if rank is None or alike else f' of rank {rank}'}: {error}", file=sys.stderr)
+            print(f"error{whose}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError | TypeError | ImportError | OSError) else 1
 
 

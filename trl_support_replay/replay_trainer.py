@@ -258,7 +258,9 @@ class ReplayTrainer(PublishesTraces, _TRLTrainer):
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         start = self.accelerator.process_index * len(prompts)
         weighted = rewards * self.reward_weights.to(rewards.device)
-        self._rewards = weighted.nansum(dim=1)[start : start + len(prompts)].tolist()
+        # As TRL: a completion that no function could score has no reward, not one of 0.
+        total = weighted.nansum(dim=1).masked_fill(weighted.isnan().all(dim=1), torch.nan)
+        self._rewards = total[start : start + len(prompts)].tolist()
         return rewards
 
     # ---------------------------------------------------------------------------------------------------- scoring

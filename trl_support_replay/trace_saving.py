@@ -10,15 +10,18 @@ from typing import Any
 import transformers
 from transformers import TrainerCallback
 
-from .traces.columns import Trace, check_column_names, traces_to_table
+from .traces.columns import Trace, TraceSchemaError, check_column_names, traces_to_table
 from .traces.record import FolderRecord
 from .traces.shards import ShardFolder
 
 _NOT_SAVED = {"image", "images"}
+_OWN = ("reward", "step")
 
 
 class TraceSaver(TrainerCallback):
-    """Writes each generation batch to `args.save_traces`; a resumed run replaces what it makes anew.
+    """Writes each generation batch to `args.save_traces`.
+
+    A resumed run replaces what it makes anew; one that begins anew sets the shards of the earlier one aside.
 
     Args:
         args: the training configuration.
@@ -32,7 +35,15 @@ class TraceSaver(TrainerCallback):
     def __init__(self, args: Any, trainer: Any):
         if not args.remove_unused_columns:  # a streamed dataset may not know its columns: `save` checks them too
             names = getattr(trainer.train_dataset, "column_names", None)
-            check_column_names(names or (), f"save_traces={args.save_traces!r}: the training dataset")
+            what = f"save_traces={args.save_traces!r}: the training dataset"
+            check_column_names(names or (), what)
+            # Saved traces that are trained on have them from their own training.
+            own = [] if trainer._sampled_elsewhere else [name for name in names or () if name in _OWN]
+            if own:
+                raise TraceSchemaError(
+                    f"{what} has the columns {own}, which saved traces have for the reward and the step of training. "
+                    "Rename them, dataset.rename_column(old, new)."
+                )
         self._folder = ShardFolder(args.save_traces)
         self._trainer = trainer
         features = getattr(trainer.train_dataset, "features", None)
@@ -43,6 +54,9 @@ class TraceSaver(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._claim(args)
         accelerator = self._trainer.accelerator
+        if state.global_step == 0 and accelerator.is_main_process:
+            self._folder.set_aside()
+        accelerator.wait_for_everyone()
         self._folder.discard_from(state.global_step, accelerator.process_index, accelerator.num_processes)
 
     def _claim(self, args: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,12 +35,17 @@ def load_model(
     Raises:
         ScoringModelError: there is no such model, no such revision of it, or no such device.
     """
+    if revision is not None and os.path.isdir(name):
+        raise ScoringModelError(
+            f"{option} {name} is a folder, and a revision ({revision}) belongs to a name on the Hub. Leave it "
+            "out, or name the folder of the other weights."
+        )
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ScoringModelError(
-            f"device={device!r} is not to be had here: {str(error).splitlines()[0]} Name another one, as cpu or cuda:0."
+            f"device={device!r} is not to be had here ({str(error).splitlines()[0]}). Name another one, as cpu."
         ) from error
     try:
         model: Any = AutoModelForCausalLM.from_pretrained(

@@ -80,6 +80,7 @@ def test_own_errors_are_one_message(capsys, error, status):
 
 def test_a_wrong_input_is_told_once_and_what_one_worker_met_by_that_worker(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert run(raising(CommandError("no data")), []) == 2
     assert capsys.readouterr().err == ""
@@ -106,8 +107,26 @@ def test_what_the_launcher_itself_refuses_is_told(monkeypatch, capsys):
         raise ImportError("DeepSpeed is not installed")
 
     monkeypatch.setattr(launch, "launch_command", no_deepspeed)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
     assert main(["grpo", "--accelerate_config", "zero3", "--output_dir", "out"]) == 2
     assert "DeepSpeed is not installed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--config", "broken.yaml"], "ParserError: "),
+        (["--num_generations", "0"], "ZeroDivisionError: "),
+        (["--resume_from_checkpoint", "true"], "there is no checkpoint in out yet"),
+        (["--resume_from_checkpoint", "no/such"], "--resume_from_checkpoint no/such is not a folder"),
+    ],
+)
+def test_a_wrong_input_has_no_traceback(options, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.yaml").write_text("top_p: [0.9")
+    arguments = ["grpo", "--model_name_or_path", "m", "--output_dir", "out", "--use_cpu", "true", "--bf16", "false"]
+    assert main([*arguments, *options]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_an_interruption_after_the_last_step_does_not_lose_the_model(monkeypatch, tmp_path, capsys):

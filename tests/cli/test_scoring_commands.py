@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import numpy as np
 import pyarrow as pa
@@ -63,7 +64,7 @@ def test_score_goes_on_only_with_what_it_began_with(captured, tiny_model_path, o
     for change, message in (
         (
             ("--model", other_model),
-            f"holds a score with model='{tiny_model_path}', and this one has model='{other_model}'",
+            f"holds a score with model='{tiny_model_path}', model_files=",
         ),
         (("--dtype", "bfloat16"), "dtype='float32', and this one has dtype='bfloat16'"),
         (("--reference", other_model), f"reference=None, and this one has reference='{other_model}'"),
@@ -76,6 +77,41 @@ def test_score_goes_on_only_with_what_it_began_with(captured, tiny_model_path, o
     (tmp_path / "scored" / "score.json").unlink()
     code, text = run_cli(capsys, *first)
     assert code == 2 and "no score.json" in text
+
+
+def test_score_does_not_mix_the_weights_that_a_folder_has_held(
+    captured, tiny_model_path, other_model, tmp_path, capsys
+):
+    shutil.copytree(tiny_model_path, tmp_path / "model")
+    assert run_cli(capsys, *score(captured, tmp_path / "model", tmp_path / "scored"))[0] == 0
+    shutil.copy(other_model / "model.safetensors", tmp_path / "model")
+    code, text = run_cli(capsys, *score(captured, tmp_path / "model", tmp_path / "scored"))
+    assert code == 2 and "holds a score with model_files=" in text
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "null"])
+def test_a_record_that_cannot_be_read_is_named(captured, tiny_model_path, tmp_path, capsys, text):
+    folder = shard_of(captured, tmp_path / "scored", lambda table: table)
+    (folder / "score.json").write_text(text)
+    code, printed = run_cli(capsys, *score(captured, tiny_model_path, folder))
+    assert code == 2 and "score.json cannot be read" in printed and "Take another --output" in printed
+
+
+def test_tokens_outside_the_loss_are_not_compared(captured, tiny_model_path, tmp_path, capsys):
+    def masked(table):
+        masks = table["loss_mask"].to_pylist()
+        masks[0] = [False] * len(masks[0])
+        return replaced(table, "loss_mask", masks, table.schema.field("loss_mask").type)
+
+    traces = shard_of(captured, tmp_path / "traces", masked)
+    code, text = run_cli(capsys, *score(traces, tiny_model_path, tmp_path / "scored"))
+    assert code == 0 and "nan" not in text and "is not the one that sampled" not in text
+
+
+def test_a_folder_has_no_revision(captured, tiny_model_path, tmp_path, capsys):
+    arguments = ("audit", *score(captured, tiny_model_path, tmp_path / "out")[1:], "--sampler_revision", "x")
+    code, text = run_cli(capsys, *arguments)
+    assert code == 2 and "is a folder, and a revision (x) belongs to a name on the Hub" in text
 
 
 def test_score_finds_that_a_shard_has_changed(captured, tiny_model_path, tmp_path, capsys):
@@ -105,8 +141,8 @@ def test_score_does_not_write_among_the_traces(captured, tiny_model_path, tmp_pa
         (("--batch_size", 0), "--batch_size: 0 is not a whole number of 1 or more"),
         (("--dtype", "float99"), "--dtype: invalid choice: 'float99' (choose from"),
         (("--model", "no/such/folder"), "--model no/such/folder cannot be loaded; give a folder"),
-        (("--device", "gpu:0"), "device='gpu:0' is not to be had here: "),
-        (("--device", "xpu"), "device='xpu' is not to be had here: "),
+        (("--device", "gpu:0"), "device='gpu:0' is not to be had here ("),
+        (("--device", "xpu"), "device='xpu' is not to be had here ("),
         (("--output", __file__), f"--output {__file__} is not a folder that can be written (File exists)"),
     ],
 )
@@ -219,4 +255,5 @@ def test_an_impossible_logprob_is_named(captured, tiny_model_path, tmp_path, cap
 def test_the_record_of_a_score_says_what_decides_it(captured, tiny_model_path, tmp_path, capsys):
     assert run_cli(capsys, *score(captured, tiny_model_path, tmp_path / "scored"))[0] == 0
     held = json.loads((tmp_path / "scored" / "score.json").read_text())
+    assert len(held.pop("model_files")) == 16
     assert held == {"traces": str(captured), "model": tiny_model_path, "reference": None, "dtype": "float32"}

@@ -107,6 +107,13 @@ def test_capture_refuses_in_one_line(captured, tiny_model_path, prompts, capsys,
     assert message in capsys.readouterr().err
 
 
+def test_columns_of_several_types_are_refused_before_anything_is_sampled(tiny_model_path, tmp_path, capsys):
+    (tmp_path / "data.jsonl").write_text('{"prompt": "a", "answer": 1}\n{"prompt": "b", "answer": "x"}\n')
+    code, text = run_cli(capsys, *capture(tiny_model_path, tmp_path / "data.jsonl", tmp_path / "out"))
+    assert code == 2 and "'answer'" in text and "Traceback" not in text
+    assert not list(tmp_path.glob("out/*"))
+
+
 def test_a_dataset_without_prompts_is_named(tiny_model_path, tmp_path, capsys):
     (tmp_path / "data.jsonl").write_text('{"question": "?"}\n')
     assert main([*map(str, capture(tiny_model_path, tmp_path / "data.jsonl", tmp_path / "out"))]) == 2

@@ -85,6 +85,23 @@ def test_yaml_and_command_lines_give_the_same_settings(write):
     assert combined.values == wanted | {"top_k": 5, "bf16": False} and combined.unknown == {"output_dir": "$OUT"}
 
 
+@pytest.mark.parametrize("rest", ["> log 2>&1", "2> log", "| tee log", "&& echo done", "; fi"])
+def test_a_command_ends_where_the_shell_says(write, rest):
+    (found,) = read_settings(write("run.sh", f"echo 'over\ntwo lines'\n(cd x; trl grpo --top_k 5 {rest})\n"))
+    assert found.values == {"top_k": 5}
+
+
+def test_mappings_may_be_json_and_merged_ones_are_not_read(write):
+    script = """
+        from trl import GRPOConfig
+        a = GRPOConfig("out", top_p=0.9, generation_kwargs='{"seed": 1}')
+        b = GRPOConfig("out", top_p=0.9, generation_kwargs={**extra, "seed": 1})
+    """
+    first, second = read_settings(write("train.py", script))
+    assert judge(first.values).replayed
+    assert second.unknown == {"generation_kwargs": "{**extra, 'seed': 1}"}
+
+
 def test_every_refusal_is_named_not_only_the_first(write, capsys):
     path = write(
         "bad.yaml",

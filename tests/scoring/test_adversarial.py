@@ -22,6 +22,7 @@ from trl_support_replay.scoring import (
 )
 from trl_support_replay.scoring.precision import full_precision
 from trl_support_replay.scoring.support_scores import FULL_OUTPUTS, OUTPUTS, _plan
+from trl_support_replay.traces.support import SupportRows
 
 FAST = ("union", "sparse")
 ALL = ("reference", *FAST)
@@ -84,6 +85,51 @@ def test_candidates_beyond_the_head_are_found_without_reading_the_device():
     sampled = torch.zeros(2, dtype=torch.long, device="meta")
     with pytest.raises(ValueError, match="row 1 has id 50; the head has ids 0 to 49"):
         _plan(SupportCSR.from_lists([[0, 1], [0, 50]]), None, 50, sampled, "union")
+
+
+@pytest.mark.parametrize("implementation", ["auto", "union", "reference"])
+def test_ids_that_are_masked_by_a_bias_leave_scores_and_gradients_finite(implementation):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(3, 8, generator=generator, dtype=torch.float64).requires_grad_()
+    weight = torch.randn(12, 8, generator=generator, dtype=torch.float64).requires_grad_()
+    bias = torch.zeros(12, dtype=torch.float64)
+    bias[7] = -torch.inf
+    outputs = ("logprobs", "support_entropy", "full_logprobs", "full_entropy", "log_mass")
+    support = SupportCSR.from_lists([[1, 2, 7], [3], [4, 5]])
+    scores = score_support(
+        hidden, LMHead(weight, bias), torch.tensor([1, 3, 5]), support, outputs=outputs, implementation=implementation
+    )
+    full = torch.log_softmax(hidden @ weight.T + bias, dim=-1)
+    entropy = -(full.exp() * full.masked_fill(full == -torch.inf, 0)).sum(-1)
+    torch.testing.assert_close(scores.full_entropy, entropy)
+    expected = torch.autograd.grad(entropy.sum() + full[[0, 1, 2], [1, 3, 5]].sum(), (hidden, weight))
+    found = torch.autograd.grad(
+        scores.full_entropy.sum() + scores.full_logprobs.sum(), (hidden, weight), retain_graph=True
+    )
+    torch.testing.assert_close(found, expected)
+    every = torch.autograd.grad(sum(getattr(scores, name).sum() for name in outputs), (hidden, weight))
+    assert all(grad.isfinite().all() for grad in every)
+
+
+def test_scores_that_only_go_into_a_log_cost_no_backward(monkeypatch):
+    def dear(*args):
+        raise AssertionError("the whole vocabulary was gone through")
+
+    monkeypatch.setattr("trl_support_replay.scoring.head_projection.vocabulary_gradients", dear)
+    hidden, weight = torch.randn(2, 4).requires_grad_(), torch.randn(9, 4).requires_grad_()
+    outputs = ("logprobs", "full_entropy", "log_mass")
+    support = SupportCSR.from_lists([[1, 2], [3]])
+    scores = score_support(hidden, LMHead(weight), torch.tensor([1, 3]), support, outputs=outputs)
+    scores.logprobs.sum().backward()
+    assert hidden.grad[0].abs().sum() > 0
+
+
+def test_arguments_of_another_type_are_named():
+    hidden, weight, rows = torch.randn(1, 4), torch.randn(9, 4), SupportRows.from_ragged([[1, 2]])
+    with pytest.raises(TypeError, match="support is a SupportRows, not a SupportCSR"):
+        score_support(hidden, LMHead(weight), torch.tensor([1]), rows)
+    with pytest.raises(TypeError, match="head is a Tensor, neither an LMHead"):
+        score_support(hidden, weight, torch.tensor([1]), SupportCSR.from_lists([[1, 2]]))
 
 
 @pytest.mark.parametrize(

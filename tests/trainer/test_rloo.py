@@ -53,7 +53,8 @@ def test_without_truncation_training_is_stock(build, tiny_model_path, top_k, ext
     for got, want in zip(trainer.state.log_history[:-1], stock.state.log_history[:-1], strict=True):
         for metric in ("loss", "entropy", "kl", "reward"):
             if metric in want:
-                assert got[metric] == pytest.approx(want[metric], abs=1e-5)
+                # A loss is the mean of ratios, with that rounding, times advantages of up to 8 that cancel.
+                assert got[metric] == pytest.approx(want[metric], abs=4e-5 if metric == "loss" else 1e-5)
 
 
 @pytest.mark.parametrize("truncation", [{"top_p": 0.9}, {"top_k": 8}, {"min_p": 0.1}], ids=str)

@@ -16,6 +16,7 @@ from trl_support_replay.offline import OfflineTraces
 from trl_support_replay.traces.columns import TraceSchemaError, table_to_traces
 from trl_support_replay.traces.shards import ShardFolder
 
+from .conftest import sums
 from .test_multi_turn import rollout
 from .test_routes import moe_path  # noqa: F401
 
@@ -84,9 +85,27 @@ def test_traces_of_another_run_are_not_replaced(build, tiny_model_path, tmp_path
     assert {p: p.read_bytes() for p in ShardFolder(saved).shards()} == kept
 
 
-def test_the_same_run_started_again_makes_its_traces_anew(build, tiny_model_path, tmp_path, saved):
-    build(tiny_model_path, **HF, save_traces=str(saved), output_dir=str(tmp_path / "first"), max_steps=1).train()
-    assert len(ShardFolder(saved).shards()) == 1
+def test_the_same_run_started_again_sets_its_traces_aside(build, tiny_model_path, tmp_path, saved):
+    kept = [p.read_bytes() for p in ShardFolder(saved).shards()]
+    for number in (1, 2):
+        build(tiny_model_path, **HF, save_traces=str(saved), output_dir=str(tmp_path / "first"), max_steps=1).train()
+        assert len(ShardFolder(saved).shards()) == 1
+        assert len(ShardFolder(saved / f"earlier-{number}").shards()) == (3 if number == 1 else 1)
+    assert [p.read_bytes() for p in ShardFolder(saved / "earlier-1").shards()] == kept
+
+
+def test_a_completion_that_nothing_could_score_has_no_reward(build, tiny_model_path, tmp_path):
+    rewards = [None, 1.0, 3.0, None]
+    folder = tmp_path / "traces"
+    build(tiny_model_path, **HF, save_traces=str(folder), reward_funcs=lambda **_: rewards, max_steps=1).train()
+    np.testing.assert_equal(load(folder).with_format("numpy")["reward"][:], [np.nan, 1.0, 3.0, np.nan])
+
+
+@pytest.mark.parametrize("name", ["reward", "step"])
+def test_columns_of_training_are_not_replaced(build, tiny_model_path, tmp_path, name):
+    data = sums().add_column(name, [0] * 32)
+    with pytest.raises(TraceSchemaError, match=rf"columns \['{name}'\], which saved traces have"):
+        build(tiny_model_path, **HF, save_traces=str(tmp_path / "traces"), train_dataset=data)
 
 
 def test_an_unwritable_folder_is_refused_at_construction(build, tiny_model_path, tmp_path):

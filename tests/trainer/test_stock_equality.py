@@ -35,8 +35,10 @@ def assert_equal(build, path, ours, stock):
     biggest = 0.0
     for got, want in zip(gradients, expected_gradients, strict=True):
         assert got.keys() == want.keys()
+        # Sums of large terms that cancel are rounded as the terms are.
+        scale = max(1.0, *(float(gradient.abs().max()) for gradient in want.values()))
         for name in want:
-            torch.testing.assert_close(got[name], want[name], atol=1e-6, rtol=1e-5)
+            torch.testing.assert_close(got[name], want[name], atol=1e-6 * scale, rtol=1e-5)
             biggest = max(biggest, want[name].abs().max().item())
     assert biggest > 1e-4  # the comparison is of something
     for got, want in zip(trainer.state.log_history[:-1], expected.state.log_history[:-1], strict=True):

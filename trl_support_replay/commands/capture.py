@@ -70,15 +70,16 @@ def main(argv: Sequence[str]) -> int:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from ..traces.columns import traces_to_table
-    from ..traces.record import FolderRecord
+    from ..traces.record import FolderRecord, fingerprint
     from ..traces.shards import ShardFolder
 
     settings = _settings(args)
     rows, types = _prompts(args)
     folder = ShardFolder(args.output, "--output")
-    decisive = {key: value for key, value in vars(args).items() if key not in ("output", "engine_kwargs", "server_url")}
+    decisive = {key: value for key, value in vars(args).items() if key not in ("output", "server_url")}
     # The name of a file says nothing of what is in it.
-    record = FolderRecord(folder.path / "capture.json", "capture", decisive | _contents(rows))
+    decisive |= _contents(rows) | {"model_files": fingerprint(args.model)}
+    record = FolderRecord(folder.path / "capture.json", "capture", decisive)
     record.check()
     folder.discard_from(1 + len(rows))  # only what a killed run left half done
     done = {int(path.name[7:15]) for path in folder.shards()}
@@ -139,6 +140,7 @@ def _settings(args: argparse.Namespace) -> Any:
 def _prompts(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The rows to sample from, and the Arrow type of each of their columns."""
     import datasets
+    import pyarrow as pa
     from datasets.exceptions import DatasetsError
 
     from ..traces.columns import check_column_names
@@ -167,7 +169,17 @@ def _prompts(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, 
     rows = data.to_list()[: args.limit]
     if not rows:
         raise CommandError(f"--dataset {args.dataset} holds no prompts.")
-    return rows, {field.name: field.type for field in data.features.arrow_schema}
+    types = {}
+    for name in data.column_names:
+        try:
+            # Over all rows: each shard alone might find another type, and no reader takes both.
+            types[name] = pa.array([row[name] for row in rows]).type
+        except pa.ArrowException as error:
+            raise CommandError(
+                f"--dataset {args.dataset}: column {name!r} mixes values that no one type holds ({error}). Make "
+                "them alike, or drop the column."
+            ) from error
+    return rows, types
 
 
 def _contents(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

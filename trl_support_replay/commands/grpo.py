@@ -14,7 +14,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import yaml
+
 from ..cli import CommandError, run
+
+_SAID = (ValueError, TypeError, OSError, ImportError)  # others say little by themselves
 
 _EXAMPLES = """
 examples:
@@ -62,6 +66,7 @@ def train(argv: Sequence[str]) -> int:
         from ..grpo_inputs.arguments import parse
 
         script_args, training_args, model_args, mixture = parse(argv)
+        checkpoint = _checkpoint(training_args.resume_from_checkpoint, training_args.output_dir)
         trainer = _build_trainer(script_args, training_args, model_args, mixture)
     from ..callbacks import StopOnInterrupt
 
@@ -69,7 +74,7 @@ def train(argv: Sequence[str]) -> int:
     echo(_what_is_replayed(trainer))
     with StopOnInterrupt() as interrupt:
         trainer.add_callback(interrupt)
-        trainer.train(resume_from_checkpoint=_checkpoint(training_args.resume_from_checkpoint))
+        trainer.train(resume_from_checkpoint=checkpoint)
     # An interruption after the last step has come too late to stop anything.
     if interrupt.checkpoint is not None:
         echo(f"Stopped at step {trainer.state.global_step}. Checkpoint: {interrupt.checkpoint}. Go on from there with")
@@ -87,10 +92,11 @@ def _input_errors() -> Iterator[None]:
     """Whatever goes wrong before training starts is about the input: say it without a traceback."""
     try:
         yield
-    except (ValueError, TypeError, OSError, ImportError) as error:
+    except (*_SAID, LookupError, AttributeError, ArithmeticError, yaml.YAMLError) as error:
         if type(error).__module__.startswith("trl_support_replay."):
             raise
-        raise CommandError(f"{error}\n(trl-support-replay --debug grpo ... shows where.)") from error
+        text = str(error) if isinstance(error, _SAID) else f"{type(error).__name__}: {error}"
+        raise CommandError(f"{text}\n(trl-support-replay --debug grpo ... shows where.)") from error
 
 
 def _launch(launch_options: Sequence[str], argv: Sequence[str]) -> int:
@@ -160,11 +166,26 @@ def _what_is_replayed(trainer: Any) -> str:
     return f"Replaying {' and '.join(replayed)}."
 
 
-def _checkpoint(value: str | None) -> str | bool | None:
-    """`true` stands for the last checkpoint in the output folder, anything else is a folder."""
-    if value is None:
+def _checkpoint(value: str | None, output_dir: str) -> str | None:
+    """The folder to resume from; `true` stands for the last checkpoint in the output folder.
+
+    Raises:
+        CommandError: there is none.
+    """
+    from transformers.trainer_utils import get_last_checkpoint
+
+    if value is None or str(value).lower() == "false":
         return None
-    return {"true": True, "false": None}.get(str(value).lower(), value)
+    if str(value).lower() == "true":
+        found = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
+        if found is None:
+            raise CommandError(
+                f"--resume_from_checkpoint true: there is no checkpoint in {output_dir} yet. Leave it out to begin."
+            )
+        return found
+    if not os.path.isdir(value):
+        raise CommandError(f"--resume_from_checkpoint {value} is not a folder. Name one, or true for the last.")
+    return value
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     from ..traces.routes import RoutesError
     from ..traces.support import SupportError
 
-    console = Console()
+    console = Console(markup=False)  # brackets in names are brackets
     problems: list[str] = []
     sizes: list[np.ndarray] = []
     counts = dict.fromkeys(("files", "traces", "prompt tokens", "completion tokens", "loss-bearing tokens"), 0)

@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     from ..trace_scores import TraceScorer, check_vocabulary, load_model
     from ..traces.columns import table_to_traces
     from ..traces.reading import trace_tables
-    from ..traces.record import FolderRecord
+    from ..traces.record import FolderRecord, fingerprint
     from ..traces.shards import ShardFolder, write_whole
 
     source, output = Path(args.traces), Path(args.output)
@@ -52,6 +52,7 @@ def main(argv: Sequence[str]) -> int:
         )
     ShardFolder(output, "--output")
     decisive = {name: getattr(args, name) for name in ("traces", "model", "reference", "dtype")}
+    decisive |= {f"{name}_files": fingerprint(decisive[name]) for name in ("model", "reference") if decisive[name]}
     record = FolderRecord(output / "score.json", "score", decisive)
     record.check()
     options = [option for option in ("model", "reference") if getattr(args, option)]
@@ -87,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
                 write_whole(table, target)
             replayed = pq.read_table(target, columns=["replayed_logprobs"])["replayed_logprobs"].to_pylist()
             for trace, values in zip(traces, replayed, strict=True):
-                recorded = trace.supports.sizes > 0
+                recorded = trace.loss_mask & (trace.supports.sizes > 0)
                 gaps.append(np.abs(np.array(values, np.float64) - trace.sampling_logprobs)[recorded])
                 steps.append(np.full(len(gaps[-1]), trace.extra.get("step") or 0))
             progress.advance(task, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 from collections import Counter
 from dataclasses import dataclass
@@ -152,7 +153,8 @@ def push_traces(
         TraceSchemaError, SupportError, RoutesError: before anything is uploaded, for traces that are not whole, or not
             a folder of Parquet files.
     """
-    if not any(Path(folder).glob("*.parquet")):
+    shards = [path for path in Path(folder).glob("*.parquet") if not path.name.startswith(".")]
+    if not shards:
         raise TraceSchemaError(
             f"{folder} is not a folder of Parquet files, which is what is published. A dataset that `datasets` saved "
             "to disk has a push_to_hub of its own."
@@ -166,7 +168,7 @@ def push_traces(
         repo_id=repo_id,
         repo_type="dataset",
         folder_path=folder,
-        allow_patterns="*.parquet",
+        allow_patterns=[glob.escape(shard.name) for shard in shards],  # what was checked, and nothing below it
         revision=revision,
         commit_message=f"Add {facts.traces:,} traces",
     )

@@ -54,7 +54,7 @@ def read_settings(path: Path) -> list[FoundSettings]:
         SourceError: another kind of file, one that does not parse, or one without such settings.
     """
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SourceError(f"{path} cannot be read: {error}.") from error
     if path.suffix == ".py":
@@ -98,14 +98,36 @@ def _from_yaml(text: str, path: Path) -> FoundSettings:
 def _from_shell(text: str, path: Path) -> Iterator[FoundSettings]:
     joined = re.sub(r"\\\n", " ", text)
     for line in joined.splitlines():
+        if not re.search(r"\bgrpo\b", line):
+            continue  # whatever it is, quotes over several lines among it
         try:
-            words = shlex.split(line, comments=True)
+            words = _words(line)
         except ValueError as error:
             raise SourceError(f"{path}: {line.strip()!r} does not parse: {error}.") from error
         at = next((i for i, word in enumerate(words) if word.rsplit("/", 1)[-1] in _COMMANDS), None)
         if at is not None and words[at + 1 : at + 2] == ["grpo"]:
             found = _from_arguments(words[at + 2 :], path)
             yield replace(found, moved=words[at].endswith(_COMMANDS[1]))
+
+
+def _words(line: str) -> list[str]:
+    """The words of a line up to the first `grpo` command's end: a redirection, a pipe or another command.
+
+    Raises:
+        ValueError: an open quotation.
+    """
+    lexer = shlex.shlex(line, posix=True, punctuation_chars="();<>|&")
+    lexer.whitespace_split = True
+    words: list[str] = []
+    for word in lexer:
+        if not set(word) <= set("();<>|&"):
+            words.append(word)
+        elif "grpo" in words:
+            redirected = word[0] in "<>" and words[-1] in ("0", "1", "2")
+            return words[:-1] if redirected else words
+        else:
+            words = []  # of another command
+    return words
 
 
 def _from_arguments(words: list[str], path: Path) -> FoundSettings:
@@ -204,6 +226,13 @@ def _keywords(call: ast.Call, names: Mapping[str, Any]) -> tuple[dict[str, Any],
     return values, unknown
 
 
+def _items(node: ast.Dict) -> Iterator[tuple[ast.expr, ast.expr]]:
+    for key, value in zip(node.keys, node.values, strict=True):
+        if key is None:
+            raise ValueError("another mapping is merged in")
+        yield key, value
+
+
 def _literal(node: ast.expr, names: Mapping[str, Any]) -> Any:
     """The value of an expression made of literals, known names, lists and mappings.
 
@@ -213,11 +242,7 @@ def _literal(node: ast.expr, names: Mapping[str, Any]) -> Any:
     if isinstance(node, ast.Name) and node.id in names:
         return names[node.id]
     if isinstance(node, ast.Dict):
-        return {
-            _literal(key, names): _literal(value, names)
-            for key, value in zip(node.keys, node.values, strict=True)
-            if key is not None
-        }
+        return {_literal(key, names): _literal(value, names) for key, value in _items(node)}
     if isinstance(node, ast.List | ast.Tuple):
         return [_literal(item, names) for item in node.elts]
     if isinstance(node, ast.Call) and _called(node.func) == "dict" and not node.args:

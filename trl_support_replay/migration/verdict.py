@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -62,7 +64,7 @@ def judge(values: Mapping[str, Any], algorithm: str = "GRPO") -> Verdict:
     args = SimpleNamespace(**{name: _default(f) for name, f in fields.items()})
     for name, value in values.items():
         if name in fields:
-            setattr(args, name, dict(value) if isinstance(value, dict) else value)
+            setattr(args, name, dict(value) if isinstance(value, dict) else _mapping(value))
     written_top_k = args.top_k
     sampling, refused = None, []
     while sampling is None:
@@ -96,6 +98,14 @@ def sequence_factor(kept_mass: float, length: int) -> float:
         length: tokens of a completion.
     """
     return math.exp(length * math.log(kept_mass))
+
+
+def _mapping(value: Any) -> Any:
+    """A mapping that is written as JSON text, as configurations take it; any other value as it is."""
+    if isinstance(value, str) and value.strip().startswith("{"):
+        with contextlib.suppress(ValueError):
+            return json.loads(value)
+    return value
 
 
 def _default(field: Any) -> Any:

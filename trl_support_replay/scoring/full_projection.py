@@ -12,7 +12,7 @@ import torch
 from .pair_projection import zero_matrix
 from .plan import to_device
 from .projection import Gradients, LogitTransform, Projection
-from .row_statistics import RowStatistics
+from .row_statistics import LEAST, RowStatistics
 
 TILE_TOKENS = 512
 TILE_VOCAB = 8192
@@ -77,7 +77,7 @@ def project_vocabulary(
             column, inside = _target_column(sampled[tokens], vocab)
             target[tokens] += torch.where(inside, logits.gather(1, column).squeeze(1), 0)
             new_max = torch.maximum(maximum[tokens], logits.amax(dim=1))
-            logits -= new_max[:, None]
+            logits.sub_(new_max[:, None]).clamp_(min=LEAST)
             exp = logits.exp()
             # Before the first tile the sums are 0 and their maximum minus infinity.
             shift = torch.where(maximum[tokens] == -math.inf, 0, maximum[tokens] - new_max)
@@ -129,7 +129,7 @@ def vocabulary_gradients(
         for i, tokens in enumerate(_spans(len(inputs.hidden), TILE_TOKENS)):
             projection, states, low_rank = head.project(inputs, tokens)
             logits = transform(projection)
-            shifted = logits - maximum[tokens, None]
+            shifted = (logits - maximum[tokens, None]).clamp_(min=LEAST)
             tile = shifted.exp() * torch.addcmul(constant[tokens, None], grad.sum_zexp[tokens, None], shifted)
             column, inside = _target_column(sampled[tokens], vocab)
             tile.scatter_add_(1, column, torch.where(inside, grad.target[tokens], 0)[:, None])

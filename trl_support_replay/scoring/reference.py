@@ -7,7 +7,7 @@ import math
 import torch
 
 from .projection import Projection
-from .row_statistics import RowStatistics
+from .row_statistics import LEAST, RowStatistics
 
 
 def dense_projection(inputs: Projection) -> torch.Tensor:
@@ -32,7 +32,7 @@ def full_statistics(logits: torch.Tensor, sampled: torch.Tensor) -> RowStatistic
         nothing = logits.sum(dim=1)
         return RowStatistics(torch.full_like(nothing, -math.inf), nothing, nothing, nothing)
     maximum = logits.detach().amax(dim=1)
-    shifted = logits - maximum[:, None]
+    shifted = (logits - maximum[:, None]).clamp(min=LEAST)
     exp = shifted.exp()
     inside = (sampled >= 0) & (sampled < logits.shape[1])
     column = sampled.clamp(0, logits.shape[1] - 1)

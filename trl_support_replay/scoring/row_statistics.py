@@ -18,6 +18,9 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+LEAST = -1e30
+"""Stands for a logit of minus infinity, relative to its row's maximum: its exponential is 0, and so is 0 times it."""
+
 
 @dataclass
 class RowStatistics:
@@ -56,7 +59,7 @@ class SegmentStatistics(torch.autograd.Function):
         ctx: Any, logits: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         maximum = torch.segment_reduce(logits, "max", offsets=offsets, initial=-math.inf)
-        shifted = logits - maximum[rows]
+        shifted = (logits - maximum[rows]).clamp_(min=LEAST)
         exp = shifted.exp()
         ctx.save_for_backward(shifted, rows)
         ctx.mark_non_differentiable(maximum)

@@ -67,8 +67,8 @@ def score_support(
     """Score sampled tokens over their supports, from hidden states.
 
     Only the candidates' logits are computed unless a full-vocabulary output is asked for. Every score is differentiable
-    with respect to the hidden states and all parts of the head. A token whose support is itself alone has log-prob and
-    entropy exactly 0 and costs nothing.
+    with respect to the hidden states and all parts of the head, once. A token whose support is itself alone has
+    log-prob and entropy exactly 0 and costs nothing.
 
     With a sharded vocabulary, all ranks of the group call this with the same tokens and supports; forward makes one
     maximum and one sum over the group, backward one sum. Ranks that own none of the candidates take part.
@@ -98,6 +98,11 @@ def score_support(
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation='{implementation}' is not among {', '.join(IMPLEMENTATIONS)}.")
     settings = (temperature, tuple(outputs), implementation)
+    if not isinstance(head, LMHead | ModelHead):
+        raise TypeError(
+            f"head is a {type(head).__name__}, neither an LMHead nor what lm_head_from_model returns. Make one: "
+            "LMHead(weight)."
+        )
     if isinstance(head, LMHead):
         return _score(hidden, head, sampled_ids, support, *settings)
 
@@ -257,16 +262,19 @@ def _finish(
 
     full_logprob, full_entropy = _logprob(full), _entropy(full)
     whole = not FULL_OUTPUTS.isdisjoint(outputs)
-    at_empty = plan.empty_rows if whole else slice(None)
-    # Singletons stay at 0.
-    zeros = support.target.new_zeros(num_tokens)
+
+    def by_token(of_rows: torch.Tensor, of_whole: torch.Tensor) -> torch.Tensor:
+        # Singletons stay at 0.
+        values = of_rows.new_zeros(num_tokens).index_copy(0, plan.rows, of_rows)
+        if not len(plan.empty_rows):
+            return values  # not even by no token joined with the whole vocabulary, whose backward is dear
+        return values.index_copy(0, plan.empty_rows, of_whole[plan.empty_rows] if whole else of_whole)
+
     scores = SupportScores()
     if "logprobs" in outputs:
-        logprobs = zeros.index_copy(0, plan.rows, _logprob(support))
-        scores.logprobs = logprobs.index_copy(0, plan.empty_rows, full_logprob[at_empty])
+        scores.logprobs = by_token(_logprob(support), full_logprob)
     if "support_entropy" in outputs:
-        entropy = zeros.index_copy(0, plan.rows, _entropy(support))
-        scores.support_entropy = entropy.index_copy(0, plan.empty_rows, full_entropy[at_empty])
+        scores.support_entropy = by_token(_entropy(support), full_entropy)
     if "full_logprobs" in outputs:
         scores.full_logprobs = full_logprob
     if "full_entropy" in outputs:
@@ -366,6 +374,11 @@ def _check(
     outputs: Sequence[str],
     empty_rows: str,
 ) -> None:
+    if not isinstance(support, SupportCSR):
+        raise TypeError(
+            f"support is a {type(support).__name__}, not a SupportCSR. Make one: SupportCSR.from_numpy(token_ids, "
+            "offsets), or SupportCSR.from_lists(rows)."
+        )
     if inputs.dim() != 2 or sampled_ids.shape != inputs.shape[:1] or len(support) != len(inputs):
         raise ValueError(
             f"Scoring needs one row of states, one sampled id and one support a token, not shapes "

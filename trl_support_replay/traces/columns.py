@@ -21,6 +21,7 @@ An Arrow list-of-list is a CSR matrix, so supports go in and come out without a 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -182,7 +183,7 @@ def traces_to_table(
             published, and where a model lies on a machine is its owner's business.
         sampling: `temperature`, `top_p`, `top_k`, `min_p`, `seed`.
         engine: `name`, `version`.
-        types: Arrow types of extra columns, for those that hold nothing but nulls here.
+        types: Arrow types of extra columns over the whole dataset; what is missing there is inferred.
 
     Raises:
         TraceSchemaError: traces with and without routes, or of different models, or with different extra columns, or
@@ -228,17 +229,14 @@ def traces_to_table(
 
 
 def _extra_column(values: Sequence[Any], kind: pa.DataType | None) -> pa.Array:
-    """As Arrow infers it; where it meets nothing but nulls, whole or nested, of the type that the dataset has.
+    """Of the type that the dataset has, where the values are of it; else as Arrow infers it.
 
-    Readers of several shards take the type of the first, and a column of type null fits no other.
+    Readers of several shards take the type of the first, and what one shard shows (nulls only) may fit no other.
     """
-    column = pa.array(values)
-    if kind is None or "null" not in str(column.type):
-        return column
-    try:
-        return pa.array(values, kind)
-    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
-        return column
+    if kind is not None:
+        with contextlib.suppress(pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
+            return pa.array(values, kind)
+    return pa.array(values)
 
 
 def table_to_traces(table: pa.Table) -> list[Trace]:

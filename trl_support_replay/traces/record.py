@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,16 @@ from typing import Any
 
 class FolderRecordError(ValueError):
     """A folder that holds the shards of another run than the one that is asked for."""
+
+
+def fingerprint(model: str | os.PathLike[str]) -> str | None:
+    """Digest of names, sizes and times of change of a model folder's files; `None` for a name on the Hub."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return None
+    files = sorted(file for file in folder.iterdir() if file.suffix in (".safetensors", ".bin", ".gguf", ".json"))
+    facts = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
 class FolderRecord:
@@ -50,7 +62,12 @@ class FolderRecord:
                 f"{folder} holds Parquet files and no {self._path.name}, so a {self._what} cannot go on there. "
                 f"{self._remedy}"
             )
-        found = json.loads(self._path.read_text(encoding="utf-8"))
+        try:
+            found = dict(json.loads(self._path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError, OSError) as error:
+            raise FolderRecordError(
+                f"{self._path} cannot be read ({error}), so it is not known what {folder} holds. {self._remedy}"
+            ) from error
         differ = [name for name, value in self._settings.items() if found.get(name) != value]
         if differ:
             held, asked = (
@@ -63,5 +80,8 @@ class FolderRecord:
     def write(self) -> None:
         """Write the file, in one step."""
         partial = self._path.with_suffix(".partial")
-        partial.write_text(json.dumps(self._settings, indent=2), encoding="utf-8")
+        with open(partial, "w", encoding="utf-8") as file:
+            json.dump(self._settings, file, indent=2)
+            file.flush()
+            os.fsync(file.fileno())
         partial.replace(self._path)

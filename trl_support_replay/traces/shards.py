@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"traces-(\d{8})-(\d{3})-(\d{5})\.parquet")
 _PARTIAL = ".partial"
@@ -94,6 +97,24 @@ class ShardFolder:
         for path in removed + partial:
             path.unlink(missing_ok=True)
         return removed
+
+    def set_aside(self) -> Path | None:
+        """Move the shards that are there to a new folder inside, `earlier-1` and so on; `None` where there are none.
+
+        Raises:
+            OSError: they cannot be moved.
+        """
+        found = self.shards()
+        if not found:
+            return None
+        number = 1
+        while (place := self.path / f"earlier-{number}").exists():
+            number += 1
+        place.mkdir()
+        for shard in found:
+            shard.rename(place / shard.name)
+        logger.warning("The %d shards of an earlier run in %s were moved to %s.", len(found), self.path, place)
+        return place
 
     def shards(self) -> list[Path]:
         """Paths of the whole shards, in order."""
