@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
-_OF_THIS_SESSION = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def environment(**more: str) -> dict[str, str]:
     """This process's environment without the process group that an engine of the session has made here."""
-    return {name: value for name, value in os.environ.items() if name not in _OF_THIS_SESSION} | more
+    return {name: value for name, value in os.environ.items() if name not in LAUNCHED} | more

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.processes import LAUNCHED
 from trl_support_replay import __version__, commands
 from trl_support_replay.cli import CommandError, command_modules, main, run
 from trl_support_replay.contract import UnreplayableSettingError
@@ -100,6 +101,14 @@ def test_workers_show_tracebacks_as_the_command_does(monkeypatch):
         run(raising(CommandError("no data")), [])
 
 
+@pytest.fixture
+def alone(monkeypatch):
+    """Without the process group that an engine of the session may have made."""
+    for name in LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("alone")
 def test_what_the_launcher_itself_refuses_is_told(monkeypatch, capsys):
     from accelerate.commands import launch
 
@@ -107,7 +116,6 @@ def test_what_the_launcher_itself_refuses_is_told(monkeypatch, capsys):
         raise ImportError("DeepSpeed is not installed")
 
     monkeypatch.setattr(launch, "launch_command", no_deepspeed)
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
     assert main(["grpo", "--accelerate_config", "zero3", "--output_dir", "out"]) == 2
     assert "DeepSpeed is not installed" in capsys.readouterr().err
 
@@ -121,6 +129,7 @@ def test_what_the_launcher_itself_refuses_is_told(monkeypatch, capsys):
         (["--resume_from_checkpoint", "no/such"], "--resume_from_checkpoint no/such is not a folder"),
     ],
 )
+@pytest.mark.usefixtures("alone")
 def test_a_wrong_input_has_no_traceback(options, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.yaml").write_text("top_p: [0.9")
@@ -129,6 +138,7 @@ def test_a_wrong_input_has_no_traceback(options, message, tmp_path, monkeypatch,
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("alone")
 def test_an_interruption_after_the_last_step_does_not_lose_the_model(monkeypatch, tmp_path, capsys):
     from trl_support_replay.commands import grpo
 

@@ -67,7 +67,7 @@ def test_score_goes_on_only_with_what_it_began_with(captured, tiny_model_path, o
             f"holds a score with model='{tiny_model_path}', model_files=",
         ),
         (("--dtype", "bfloat16"), "dtype='float32', and this one has dtype='bfloat16'"),
-        (("--reference", other_model), f"reference=None, and this one has reference='{other_model}'"),
+        (("--reference", other_model), f"this one has reference='{other_model}', reference_files="),
         (("--traces", ShardFolder(captured).shards()[0]), "and this one has traces="),
     ):
         code, text = run_cli(capsys, *first, *change)
