@@ -102,6 +102,11 @@ def test_mappings_may_be_json_and_merged_ones_are_not_read(write):
     assert second.unknown == {"generation_kwargs": "{**extra, 'seed': 1}"}
 
 
+def test_names_that_are_misspelt_are_named(write, capsys):
+    assert main(["check", str(write("a.yaml", "top_p: 0.9\ntopk: 20\ndataset_name: mine\n"))]) == 0
+    assert "unknown: topk. Did you mean top_k?" in (text := capsys.readouterr().out) and "dataset_name" not in text
+
+
 def test_every_refusal_is_named_not_only_the_first(write, capsys):
     path = write(
         "bad.yaml",

@@ -214,7 +214,8 @@ def _other_steps(evidence: Evidence) -> Finding | None:
     sentence = (
         f"Stale weights, or training: the model fits the traces of {len(fitting)} of {len(fits)} steps "
         f"(first: {fitting[0]}), and the rest, {rest[others].mean():.2g} nats away on average, were sampled with other "
-        "weights. So it is with traces saved while training, whose steps have weights of their own."
+        "weights. So it is with traces saved while training, whose steps have weights of their own: "
+        f"--step {fitting[0]} looks at the ones that this model sampled."
     )
     return Finding("staleness", float(rest.mean()), float(rest[~others].mean()), sentence)
 

@@ -31,7 +31,8 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
         mark = "[red]fault[/]" if finding["fault"] else "[green]replayed[/]"
         console.print(f"{mark} ", end="")
         console.print(finding["sentence"], highlight=False, markup=False)
-    console.print(report["verdict"], style="bold", highlight=False, markup=False)
+    if report["verdict"] not in (finding["sentence"] for finding in report["findings"]):
+        console.print(report["verdict"], style="bold", highlight=False, markup=False)
 
 
 def _cell(value: float | None) -> str:

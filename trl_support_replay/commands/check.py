@@ -40,6 +40,8 @@ def main(argv: Sequence[str]) -> int:
         print(("" if number == 0 else "\n") + f"{found.where}: {_summary(verdict)}")
         for error in verdict.refused:
             print(f"  refused: {error}")
+        for name, close in verdict.misspelt.items():
+            print(f"  unknown: {name}. Did you mean {close}?")
         for name, text in found.unknown.items():
             print(f"  not read: {name}={text}, which only a run would tell")
         if verdict.sampling.truncates:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import json
 import math
 import re
@@ -38,11 +39,13 @@ class Verdict:
         sampling: the settings that a request would carry, as they were written where a refusal asks for another one.
         refused: every refusal, in the order in which they would be met.
         corrects: how TRL uses the ratio of policy to sampler today: "sequence", "token", or `None` when it takes none.
+        misspelt: names that no configuration has, with the one that each is close to.
     """
 
     sampling: SamplingSettings
     refused: tuple[UnreplayableSettingError, ...]
     corrects: str | None
+    misspelt: Mapping[str, str]
 
     @property
     def replayed(self) -> bool:
@@ -83,6 +86,11 @@ def judge(values: Mapping[str, Any], algorithm: str = "GRPO") -> Verdict:
     return Verdict(
         sampling=sampling,
         refused=tuple(refused),
+        misspelt={
+            name: close[0]
+            for name in values
+            if name not in fields and (close := difflib.get_close_matches(name, fields, n=1, cutoff=0.8))
+        },
         corrects=args.vllm_importance_sampling_mode.split("_")[0] if corrected else None,
     )
 
