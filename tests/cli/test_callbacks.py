@@ -60,7 +60,7 @@ def test_a_new_run_loses_nothing_of_an_older_one(tmp_path):
 
 def end_step(stop, step=7):
     control = SimpleNamespace(should_save=False, should_training_stop=False)
-    stop.on_step_end(SimpleNamespace(output_dir="out"), SimpleNamespace(global_step=step), control)
+    stop.on_step_end(SimpleNamespace(output_dir="out", device="cpu"), SimpleNamespace(global_step=step), control)
     return control
 
 
