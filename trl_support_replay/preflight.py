@@ -7,6 +7,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from transformers import GenerationConfig
+
+from .traces.columns import TraceSchemaError
+
 
 class InputError(ValueError):
     """A dataset or folder that training cannot work with."""
@@ -49,3 +53,37 @@ def check_output_dir(output_dir: str | os.PathLike[str]) -> None:
             pass
     except OSError as error:
         raise InputError(f"output_dir={str(output_dir)!r} cannot be written: {error}. Name another folder.") from error
+
+
+def check_traces(args: Any, trains_on_traces: bool) -> None:
+    """Refuse traces in and out of a run that replays nothing, which would neither read nor write any.
+
+    Args:
+        args: the configuration of a trainer.
+        trains_on_traces: whether its training dataset holds saved traces.
+
+    Raises:
+        TraceSchemaError: naming what to set.
+    """
+    remedy = "Set top_k, top_p or min_p as in sampling, or routed_experts_replay=True"
+    if trains_on_traces:
+        raise TraceSchemaError(
+            "The traces were sampled without truncation, and routed_experts_replay=False: nothing of them would be "
+            f"replayed. {remedy}."
+        )
+    if args.save_traces:
+        raise TraceSchemaError(
+            f"save_traces={args.save_traces!r} keeps what is replayed, and nothing is: the sampling does not "
+            f"truncate, and routed_experts_replay=False. {remedy}, or leave save_traces out."
+        )
+
+
+def own_generation_config(model: Any, args: Any) -> GenerationConfig | None:
+    """The model's generation defaults, read without loading its weights; `None` when it has none."""
+    if not isinstance(model, str):
+        return getattr(model, "generation_config", None)
+    init_kwargs: Any = args.model_init_kwargs or {}  # a dict by now: the config has parsed what came as JSON
+    try:
+        return GenerationConfig.from_pretrained(model, revision=init_kwargs.get("revision") or "main")
+    except OSError:
+        return None

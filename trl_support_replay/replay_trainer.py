@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from accelerate.utils import is_peft_model
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from trl.trainer.utils import get_config_model_id
 
 from .capture.recorder import SupportRecorder, TracedLogprob
@@ -26,7 +26,7 @@ from .contract import check_contract
 from .engines import engine_builder
 from .environment import check_supported
 from .hub.publishing import PublishesTraces
-from .preflight import check_dataset
+from .preflight import check_dataset, check_traces, own_generation_config
 from .rebind import rebound
 from .replay_check import GapStatistics, ReplayGapError, Tolerance, explain
 from .replay_head import ReplayCaller, add_replay_head, recorded_mask
@@ -35,7 +35,7 @@ from .route_sessions import RouteSessions
 from .support_growth import SupportGrowth
 from .tensor_parallel import check_tensor_parallel, seed_alike
 from .trace_saving import TraceSaver
-from .traces.columns import Trace, TraceSchemaError
+from .traces.columns import Trace
 
 if TYPE_CHECKING:
     from .collect import Collected
@@ -97,7 +97,7 @@ class ReplayTrainer(PublishesTraces, _TRLTrainer):
             check_supported("vllm")
         if train_dataset is not None:
             check_dataset(train_dataset, "train_dataset")
-        self.sampling_settings = check_contract(args, _own_generation_config(model, args))
+        self.sampling_settings = check_contract(args, own_generation_config(model, args))
         check_tensor_parallel(model, args)
         self.replays_support = self.sampling_settings.truncates
         self.replays_routes = args.routed_experts_replay
@@ -114,7 +114,7 @@ class ReplayTrainer(PublishesTraces, _TRLTrainer):
         growth = self.replays_support and args.support_growth
         self._growth = SupportGrowth(args.support_mass_floor) if growth else None
         if not (self.replays_support or self.replays_routes):
-            self._refuse_traces(args)
+            check_traces(args, self._sampled_elsewhere)
             # Stock, but for how a server gets its weights.
             own = {"VLLMGeneration": engine_builder(self, args)} if args.weight_sync == "filesystem" else {}
             with rebound(self._trl, **own):
@@ -126,10 +126,8 @@ class ReplayTrainer(PublishesTraces, _TRLTrainer):
             add_fused_lm_head(target, *head_args, **head_kwargs)
             add_replay_head(target)
 
-        names: dict[str, Any] = {"add_fused_lm_head": add_heads}
-        if args.use_vllm:
-            names["VLLMGeneration"] = engine_builder(self, args)
-        with rebound(self._trl, **names):
+        engine = {"VLLMGeneration": engine_builder(self, args)} if args.use_vllm else {}
+        with rebound(self._trl, add_fused_lm_head=add_heads, **engine):
             super().__init__(model, reward_funcs, args, train_dataset, *more, **kwargs)
         seed_alike(self.model, args, self.accelerator.process_index)
         if args.save_traces:
@@ -143,24 +141,6 @@ class ReplayTrainer(PublishesTraces, _TRLTrainer):
         self._entropy_scope = args.entropy_scope if self.replays_support else "full"
         if self.replays_support and args.entropy_scope == "auto":
             self._entropy_scope = "full" if self._entropy_in_loss() else "support"
-
-    def _refuse_traces(self, args: Any) -> None:
-        """Refuse traces in and out when nothing is replayed, since nothing would be read or written.
-
-        Raises:
-            TraceSchemaError: naming what to set.
-        """
-        remedy = "Set top_k, top_p or min_p as in sampling, or routed_experts_replay=True"
-        if self._sampled_elsewhere:
-            raise TraceSchemaError(
-                "The traces were sampled without truncation, and routed_experts_replay=False: nothing of them would be "
-                f"replayed. {remedy}."
-            )
-        if args.save_traces:
-            raise TraceSchemaError(
-                f"save_traces={args.save_traces!r} keeps what is replayed, and nothing is: the sampling does not "
-                f"truncate, and routed_experts_replay=False. {remedy}, or leave save_traces out."
-            )
 
     @classmethod
     def _checked_args(cls, model: Any, args: Any) -> Any:
@@ -467,14 +447,3 @@ class ReplayTrainer(PublishesTraces, _TRLTrainer):
         if self._growth is not None:
             log_mass = self._last_extra["log_mass"]
             self._log(self._growth.measure(inputs[SAMPLES], log_mass, self.state.global_step, self._gather_row))
-
-
-def _own_generation_config(model: Any, args: Any) -> GenerationConfig | None:
-    """The model's generation defaults, read without loading its weights; `None` when it has none."""
-    if not isinstance(model, str):
-        return getattr(model, "generation_config", None)
-    init_kwargs: Any = args.model_init_kwargs or {}  # a dict by now: the config has parsed what came as JSON
-    try:
-        return GenerationConfig.from_pretrained(model, revision=init_kwargs.get("revision") or "main")
-    except OSError:
-        return None

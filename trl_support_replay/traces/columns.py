@@ -234,6 +234,7 @@ def _extra_column(values: Sequence[Any], kind: pa.DataType | None) -> pa.Array:
     Readers of several shards take the type of the first, and what one shard shows (nulls only) may fit no other.
     """
     if kind is not None:
+        # A transform of the dataset may have changed its rows; then the type is that of the values again.
         with contextlib.suppress(pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
             return pa.array(values, kind)
     return pa.array(values)
