@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,11 +106,12 @@ class ReplayOutput(ModelOutput):
     aux_loss: torch.Tensor | None = None
 
 
-def add_replay_head(model: PreTrainedModel) -> None:
+def add_replay_head(model: PreTrainedModel, check: Callable[[Any], None] | None = None) -> None:
     """Let `model(..., replay=batch)` return a `ReplayOutput`; without `replay` the forward is the one it had.
 
     Args:
         model: a causal language model, before it is wrapped by PEFT, DDP, FSDP or DeepSpeed.
+        check: is given the input ids of every call without `replay`, and raises where that call may not be.
     """
     original = model.forward
 
@@ -118,6 +119,8 @@ def add_replay_head(model: PreTrainedModel) -> None:
     @functools.wraps(original)
     def forward(self: PreTrainedModel, *args: Any, replay: ReplayBatch | None = None, **kwargs: Any) -> Any:
         if replay is None:
+            if check is not None:
+                check(args[0] if args else kwargs.get("input_ids"))
             return original(*args, **kwargs)
         # The caller's fused-head arguments: here the batch says what is scored.
         for name in ("labels", "fused_lm_head"):

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
+import inspect
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel
@@ -25,17 +24,18 @@ from .completion_columns import completion_columns, empty_columns
 from .contract import check_contract
 from .engines import engine_builder
 from .environment import check_supported
+from .gap_checks import SAMPLES, GapChecks
 from .hub.publishing import PublishesTraces
+from .passes import LossInputs, ScoringPass, UnscoredBatchError
 from .preflight import check_dataset, check_traces, own_generation_config
 from .rebind import rebound
-from .replay_check import GapStatistics, ReplayGapError, Tolerance, explain
-from .replay_head import ReplayCaller, add_replay_head, recorded_mask
-from .replay_metrics import route_metrics, support_metrics
+from .replay_check import Tolerance
+from .replay_head import ReplayCaller, add_replay_head
+from .replay_metrics import support_metrics
 from .route_sessions import RouteSessions
 from .support_growth import SupportGrowth
 from .tensor_parallel import check_tensor_parallel, seed_alike
 from .trace_saving import TraceSaver
-from .traces.columns import Trace
 
 if TYPE_CHECKING:
     from .collect import Collected
@@ -43,11 +43,6 @@ if TYPE_CHECKING:
     _TRLTrainer = Any  # one of several, whose methods differ
 else:
     _TRLTrainer = object
-
-logger = logging.getLogger(__name__)
-
-SAMPLES = "support_samples"
-"""The batch's list of `Trace`, which TRL shuffles and splits with its tensors."""
 
 SHARED_SEAM: dict[str, tuple[str, ...]] = {
     "_generate": ("prompts",),
@@ -66,7 +61,7 @@ SHARED_SEAM: dict[str, tuple[str, ...]] = {
 """Private methods of TRL's trainers that are overridden alike in all of them, with their parameters."""
 
 
-class ReplayTrainer(PublishesTraces, _TRLTrainer):
+class ReplayTrainer(GapChecks, PublishesTraces, _TRLTrainer):
     """Mixed into a trainer of TRL in front of it: `class Replaying(ReplayTrainer, trl.SomeTrainer)`.
 
     Subclasses set `_trl` (the module of TRL's trainer, whose names are bound anew while it is built), `_config` and
@@ -81,6 +76,7 @@ class ReplayTrainer(PublishesTraces, _TRLTrainer):
     vllm_generation: Any
 
     _sampled_elsewhere = False  # by an older policy: a gap is no fault
+    _pass: ScoringPass | None = None
 
     def __init__(
         self,
@@ -91,6 +87,7 @@ class ReplayTrainer(PublishesTraces, _TRLTrainer):
         *more: Any,
         **kwargs: Any,
     ):
+        kwargs = self._by_name(more, kwargs)
         check_supported()
         args = self._checked_args(model, args)
         if args.use_vllm and args.vllm_mode == "colocate":
@@ -103,13 +100,7 @@ class ReplayTrainer(PublishesTraces, _TRLTrainer):
         self.replays_routes = args.routed_experts_replay
         self._routes = RouteSessions()
         self._saver: TraceSaver | None = None
-        self._recorder: SupportRecorder | None = None
-        self._scored_samples: list[Trace] | None = None
-        self._last_extra: dict[str, torch.Tensor] = {}
-        self._rescoring_temperature: float | None = None
-        self._live_routes = False  # while a batch is scored through the live routers, for comparison
         self._rewards: list[float] = []  # weighted sum for each completion of this process's latest generation batch
-        self._unchecked: tuple[torch.Tensor, dict[str, Any]] | None = None
         self._generated_at = -1  # optimizer step of the buffered completions
         growth = self.replays_support and args.support_growth
         self._growth = SupportGrowth(args.support_mass_floor) if growth else None
@@ -118,17 +109,17 @@ class ReplayTrainer(PublishesTraces, _TRLTrainer):
             # Stock, but for how a server gets its weights.
             own = {"VLLMGeneration": engine_builder(self, args)} if args.weight_sync == "filesystem" else {}
             with rebound(self._trl, **own):
-                super().__init__(model, reward_funcs, args, train_dataset, *more, **kwargs)
+                super().__init__(model, reward_funcs, args=args, train_dataset=train_dataset, **kwargs)
             return
         add_fused_lm_head = self._trl.add_fused_lm_head
 
         def add_heads(target: PreTrainedModel, *head_args: Any, **head_kwargs: Any) -> None:
             add_fused_lm_head(target, *head_args, **head_kwargs)
-            add_replay_head(target)
+            add_replay_head(target, self._check_model_call)
 
         engine = {"VLLMGeneration": engine_builder(self, args)} if args.use_vllm else {}
         with rebound(self._trl, add_fused_lm_head=add_heads, **engine):
-            super().__init__(model, reward_funcs, args, train_dataset, *more, **kwargs)
+            super().__init__(model, reward_funcs, args=args, train_dataset=train_dataset, **kwargs)
         seed_alike(self.model, args, self.accelerator.process_index)
         if args.save_traces:
             self._saver = TraceSaver(args, self)
@@ -141,6 +132,14 @@ class ReplayTrainer(PublishesTraces, _TRLTrainer):
         self._entropy_scope = args.entropy_scope if self.replays_support else "full"
         if self.replays_support and args.entropy_scope == "auto":
             self._entropy_scope = "full" if self._entropy_in_loss() else "support"
+
+    @classmethod
+    def _by_name(cls, more: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Arguments after `train_dataset` by name: trainers between this one and TRL's may take them by name only."""
+        signature = inspect.signature(getattr(cls._trl, f"{cls._algorithm}Trainer"))
+        own = {name: value for name, value in kwargs.items() if name in signature.parameters}
+        bound = signature.bind_partial(*[None] * 4, *more, **own).arguments
+        return kwargs | dict(list(bound.items())[4:])
 
     @classmethod
     def _checked_args(cls, model: Any, args: Any) -> Any:
@@ -158,7 +157,8 @@ class ReplayTrainer(PublishesTraces, _TRLTrainer):
 
     def _record_transformers(self, prompt_ids: list, generate: Any) -> tuple[list, list[list[TracedLogprob]]]:
         """Completions of `generate`, which calls the model's own, and their log-probs, which know their rows."""
-        assert self._recorder is not None
+        recorder = self._recorder
+        assert recorder is not None
         scores = ScoresRecorder(self.eos_token_ids, truncates=self.replays_support)
         with contextlib.ExitStack() as stack:
             stack.enter_context(recording(self._base_model(), scores))
@@ -173,7 +173,7 @@ class ReplayTrainer(PublishesTraces, _TRLTrainer):
             width = padded + scores.num_steps
             routes = routing.samples([padded - p for p, _ in lengths], [p + c for p, c in lengths], width)
         logprobs = [
-            self._recorder.add(ids, values, rows, routes=route)
+            recorder.add(ids, values, rows, routes=route)
             for ids, (values, rows), route in zip(completion_ids, scores.collect(completion_ids), routes, strict=True)
         ]
         return completion_ids, logprobs
@@ -192,8 +192,8 @@ class ReplayTrainer(PublishesTraces, _TRLTrainer):
         }
 
     def _keep_samples(self, collected: Collected) -> None:
-        assert self._recorder is not None
-        self._scored_samples = collected.samples
+        assert self._pass is not None and self._recorder is not None
+        self._pass.samples = collected.samples
         self._log_completion_columns(completion_columns(collected.samples))
         self._log(
             support_metrics(collected.samples, self._recorder.repaired, collected.num_synthetic, self._gather_row)
@@ -210,29 +210,26 @@ class ReplayTrainer(PublishesTraces, _TRLTrainer):
         if not self.model.training:
             self._log_completion_columns(empty_columns(len(inputs)))  # the table has a value a row in every column
             return super()._generate_and_score_completions(inputs)
-        self._recorder = SupportRecorder()
-        try:
+        with self._opened(ScoringPass("generation", recorder=SupportRecorder())) as generation:
             output = super()._generate_and_score_completions(inputs)
-            samples = output[SAMPLES] = self._scored_samples
-        finally:
-            self._recorder = None
-            self._scored_samples = None
+        samples = output[SAMPLES] = generation.samples
         self._generated_at = self.state.global_step
         if self._growth is not None:
             self._growth.start()
         if self._saver is not None:
             assert samples is not None
             self._saver.save(samples, inputs, self._rewards)
-        self._check_generated(output)
+        self._check_generated(output, generation)
         return output
 
-    @abstractmethod
-    def _check_generated(self, output: dict[str, Any]) -> None:
-        """Check a new generation batch, if its scores are there already."""
+    @property
+    def _recorder(self) -> SupportRecorder | None:
+        """Records the completions that are being sampled; `None` when nothing is recorded (evaluation)."""
+        return None if self._pass is None else self._pass.recorder
 
     @abstractmethod
-    def _recorded_logprobs(self, batch: dict[str, Any]) -> torch.Tensor:
-        """`[B, T]` log-probs that the engine reported."""
+    def _check_generated(self, output: dict[str, Any], generation: ScoringPass) -> None:
+        """Run the replay check now if old log-probs were computed; otherwise it runs after the first loss."""
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
@@ -245,23 +242,65 @@ class ReplayTrainer(PublishesTraces, _TRLTrainer):
 
     # ---------------------------------------------------------------------------------------------------- scoring
 
-    def _compute_loss(self, model, inputs):
-        samples = inputs.get(SAMPLES)
-        if samples is None:
-            return super()._compute_loss(model, inputs)
-        self._scored_samples = samples
+    @contextlib.contextmanager
+    def _opened(self, scoring_pass: ScoringPass) -> Iterator[ScoringPass]:
+        """Make `scoring_pass` the one that is running; the one before goes on afterwards."""
+        outer, self._pass = self._pass, scoring_pass
         try:
-            loss = super()._compute_loss(model, inputs)
+            yield scoring_pass
         finally:
-            self._scored_samples = None
-        self._log_scores(inputs)
-        self._last_extra = {}
+            self._pass = outer
+
+    @contextlib.contextmanager
+    def scoring(self, batch: dict[str, Any]) -> Iterator[None]:
+        """Score `batch` inside the block: over its recorded supports, or over the vocabulary where it has none.
+
+        For trainers with methods of their own. A loss needs no such block, since its batch is known.
+
+        Args:
+            batch: what `_generate_and_score_completions` returned, or any other dictionary for other completions.
+        """
+        with self._opened(ScoringPass("rescore", batch.get(SAMPLES), batch)):
+            yield
+
+    def _loss_pass(self, inputs: dict[str, Any]) -> ScoringPass:
+        # A copy: TRL gives the same dictionary again in the batch's next iteration.
+        return ScoringPass("loss", inputs[SAMPLES], LossInputs(inputs, self._entries_completed_by_the_loss()))
+
+    def _entries_completed_by_the_loss(self) -> tuple[str, ...]:
+        """Entries of a batch that `_scored` completes in a loss."""
+        return ()
+
+    def _prepare_inputs(self, generation_batch):
+        inputs = super()._prepare_inputs(generation_batch)
+        if not self.model.training or SAMPLES not in inputs:
+            return inputs
+        # Open until the end of `training_step`: a subclass may compute its loss by any method.
+        self._pass = self._loss_pass(inputs)
+        return self._pass.inputs
+
+    def _compute_loss(self, model, inputs):
+        whole = self._pass
+        if SAMPLES not in inputs or (whole is not None and inputs is whole.inputs):
+            return super()._compute_loss(model, inputs)
+        # A part of the batch, or a changed copy of it, with the samples that it carries itself.
+        with self._opened(self._loss_pass(inputs)) as part:
+            loss = super()._compute_loss(model, part.inputs)
+        part.check_scored(type(self).__name__)
+        self._log_scores(part)
+        if whole is not None:
+            whole.logprobs = part.logprobs
+            whole.unchecked += part.unchecked
         return loss
+
+    def _check_model_call(self, input_ids: Any) -> None:
+        if self._pass is not None:
+            self._pass.check_model_call(input_ids)
 
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False, **kwargs
     ):
-        samples = self._scored_samples
+        current = self._pass
         score = functools.partial(
             super()._get_per_token_logps_and_entropies,
             input_ids=input_ids,
@@ -271,34 +310,43 @@ class ReplayTrainer(PublishesTraces, _TRLTrainer):
             compute_entropy=compute_entropy,
             **kwargs,
         )
-        if samples is None:
+        if current is None and self.model.training and (self.replays_support or self.replays_routes):
+            raise UnscoredBatchError(
+                "Log-probs were asked for outside of generation and loss, so it is not known over which supports. "
+                "Score inside `with self.scoring(batch):`, where `batch` is what _generate_and_score_completions "
+                "returned."
+            )
+        if current is None or current.samples is None:
             return score(model)
-        in_loss = compute_entropy
         reference = self._is_reference_pass(model)
         # Without truncation the distribution that was sampled from is the whole vocabulary's.
         full = not self.replays_support or (self._full_kl and reference)
         caller = ReplayCaller(
             model,
-            samples,
+            current.samples,
             logits_to_keep,
-            temperature=self._rescoring_temperature or self.temperature,
+            temperature=current.temperature or self.temperature,
             log_probs="full_logprobs" if full else "logprobs",
             entropy=f"{self._entropy_scope}_entropy" if compute_entropy else None,
-            extra=self._extra_scores(in_loss, reference) if self.replays_support else (),
+            extra=self._extra_scores(current, reference) if self.replays_support else (),
         )
         routed = self.ref_model if model is self.ref_model else self.model
-        if self._replays_routes_in(reference):
-            num_samples, width = input_ids.shape
-            self._routes.open(routed, samples, width, logits_to_keep, batch_size or num_samples)
+        current.scoring = True
         try:
+            if self.replays_routes and not current.live_routes and self._replays_routes_in(reference):
+                num_samples, width = input_ids.shape
+                self._routes.open(routed, current.samples, width, logits_to_keep, batch_size or num_samples)
             logps, entropies, aux_loss = score(caller)
+            caller.finish()
         except BaseException:
             self._routes.discard()
             raise
-        caller.finish()
+        finally:
+            current.scoring = False
         if not torch.is_grad_enabled():
             self._routes.close(routed)  # a pass with gradients stays open until its backward is done
-        return self._scored(logps, caller.collected(logits_to_keep), in_loss, reference), entropies, aux_loss
+        logps = self._scored(current, logps, caller.collected(logits_to_keep), reference)
+        return logps, entropies, aux_loss
 
     @property
     def _full_kl(self) -> bool:
@@ -308,53 +356,41 @@ class ReplayTrainer(PublishesTraces, _TRLTrainer):
         """Whether the loss depends on the entropy, and not only a metric."""
         return False
 
-    def _extra_scores(self, in_loss: bool, reference: bool) -> tuple[str, ...]:
+    def _extra_scores(self, current: ScoringPass, reference: bool) -> tuple[str, ...]:
         """Scores beside the log-probs that a pass is asked for under truncation."""
         extra: tuple[str, ...] = ()
-        if in_loss:
+        if current.role == "loss" and not reference:
             extra += ("support_entropy",)
             if self._full_kl or self._entropy_scope == "full" or self._growth is not None:
                 extra += ("log_mass",)
         return extra
 
     def _scored(
-        self, logps: torch.Tensor, extra: dict[str, torch.Tensor], in_loss: bool, reference: bool
+        self, current: ScoringPass, logps: torch.Tensor, extra: dict[str, torch.Tensor], reference: bool
     ) -> torch.Tensor:
-        """The log-probs that TRL is given, `[B, T]`, after what a pass has found is kept."""
-        if in_loss:
-            self._last_extra = extra
+        """Hook after each scoring: keep what it found in the pass, return the `[B, T]` log-probs for TRL."""
+        if not reference:
+            current.logprobs, current.extra = logps.detach(), extra
         return logps
 
     def _replays_routes_in(self, reference: bool) -> bool:
-        if not self.replays_routes or self._live_routes:
-            return False
         return not reference or self.args.routes_for_reference == "replay"
 
     def training_step(self, *args, **kwargs):
         # Checkpointed layers run their routers again in backward, which is over only when this returns.
         try:
             loss = super().training_step(*args, **kwargs)
+            done, self._pass = self._pass, None
+            if done is not None:
+                done.check_scored(type(self).__name__)
+                self._log_scores(done)
             self._log_routes()
-            if self._unchecked is not None:
-                self._check_replay(*self._unchecked)
+            for replayed, batch in done.unchecked if done is not None else ():
+                self._check_replay(replayed, batch)
         finally:
             self._routes.discard()
-            self._unchecked = None
+            self._pass = None
         return loss
-
-    def _log_routes(self) -> None:
-        found = self._routes.close(self.model)
-        if found is not None:
-            self._log(route_metrics(found, self._gather_row))
-
-    def _log(self, metrics: dict[str, float]) -> None:
-        for name, value in metrics.items():
-            self._metrics["train"][name].append(value)
-
-    def _gather_row(self, values: list[float]) -> np.ndarray:
-        """`[processes, len(values)]`."""
-        row = torch.tensor([values], dtype=torch.float32, device=self.accelerator.device)
-        return self.accelerator.gather(row).cpu().numpy()
 
     def _is_reference_pass(self, model: Any) -> bool:
         if self.ref_model is not None:
@@ -369,81 +405,3 @@ class ReplayTrainer(PublishesTraces, _TRLTrainer):
     def _base_model(self) -> PreTrainedModel:
         model = self.accelerator.unwrap_model(self.model)
         return model.get_base_model() if is_peft_model(model) else model
-
-    # ------------------------------------------------------------------------------------------ checks and metrics
-
-    def _check_replay(self, replayed: torch.Tensor, batch: dict[str, Any]) -> None:
-        """Compare with the recorded log-probs while engine and policy hold the same weights."""
-        recorded = self._recorded_logprobs(batch)
-        mask = recorded_mask(batch[SAMPLES], replayed.shape).to(replayed.device)
-        statistics = GapStatistics.gather(replayed, recorded, mask, self.accelerator.gather)
-        if statistics.num_tokens == 0:
-            return
-        self._log(statistics.metrics())
-        every = self.args.routes_gap_steps
-        if self.replays_routes and every and self.state.global_step % every == 0:
-            self._log_live_route_gap(batch, recorded, mask)
-        if self.args.replay_check == "off" or self._sampled_elsewhere or not statistics.exceeds(self._tolerance):
-            return
-        cause = explain(
-            replayed,
-            recorded,
-            mask,
-            self.temperature,
-            lambda temperature: self._rescore(batch, temperature),
-            self._stale_weights(),
-            self.accelerator.gather,
-        )
-        message = (
-            f"Replayed and recorded log-probs differ by {statistics.max:.3g} at most and {statistics.mean:.3g} on "
-            f"average over {statistics.num_tokens} tokens at step {self.state.global_step}; {self._tolerance} is "
-            f"accepted (replay_tolerance). {cause}"
-        )
-        if self.args.replay_check == "raise":
-            raise ReplayGapError(message)
-        logger.warning(message)
-
-    def _log_live_route_gap(self, batch: dict[str, Any], recorded: torch.Tensor, mask: torch.Tensor) -> None:
-        self._live_routes = True
-        try:
-            live = self._rescore(batch, self.temperature)
-        finally:
-            self._live_routes = False
-        statistics = GapStatistics.gather(live, recorded, mask, self.accelerator.gather)
-        self._log({"routes/logprob_gap_live_mean": statistics.mean, "routes/logprob_gap_live_max": statistics.max})
-
-    def _rescore(self, batch: dict[str, Any], temperature: float) -> torch.Tensor:
-        self._rescoring_temperature, saved = temperature, self._scored_samples
-        self._scored_samples = batch[SAMPLES]
-        try:
-            with torch.no_grad():
-                logps, _, _ = self._get_per_token_logps_and_entropies(
-                    self.model,
-                    torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
-                    torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
-                    batch["completion_ids"].size(1),
-                    batch_size=self.args.per_device_train_batch_size,
-                )
-        finally:
-            self._rescoring_temperature, self._scored_samples = None, saved
-        return logps
-
-    def _stale_weights(self) -> str | None:
-        if not self.use_vllm:
-            return None
-        loaded = self.vllm_generation.loaded_step
-        if loaded == self._generated_at:
-            return None
-        held = "never received the policy's weights" if loaded is None else f"holds the weights of step {loaded}"
-        return f"it {held} while the policy is at step {self._generated_at}, so the weight sync was skipped or failed"
-
-    def _log_scores(self, inputs: dict[str, Any]) -> None:
-        on = recorded_mask(inputs[SAMPLES], inputs["completion_ids"].shape)
-        for name, metric in (("support_entropy", "support/entropy"), ("log_mass", "support/log_mass")):
-            if name in self._last_extra:
-                values = self._last_extra[name].detach().cpu()[on]
-                total, count = self._gather_row([values.sum().item(), len(values)]).sum(axis=0)
-                self._log({metric: float(total) / max(float(count), 1.0)})
-        if self._growth is not None:
-            log_mass = self._last_extra["log_mass"]
-            self._log(self._growth.measure(inputs[SAMPLES], log_mass, self.state.global_step, self._gather_row))

@@ -12,9 +12,11 @@ from .capture.recorder import TracedLogprob
 from .collect import collect_samples
 from .config import SupportReplayRLOOConfig
 from .environment import check_seam
+from .gap_checks import SAMPLES
 from .offline import is_trace_dataset
+from .passes import ScoringPass
 from .rebind import rebound
-from .replay_trainer import SAMPLES, SHARED_SEAM, ReplayTrainer
+from .replay_trainer import SHARED_SEAM, ReplayTrainer
 from .traces.columns import TraceSchemaError
 
 check_seam(RLOOTrainer, SHARED_SEAM | {"_generate_single_turn": ("prompt_ids", "images", "multimodal_fields")})
@@ -54,7 +56,6 @@ class SupportReplayRLOOTrainer(ReplayTrainer, RLOOTrainer):
         if is_trace_dataset(train_dataset):
             raise TraceSchemaError("RLOO cannot train on saved traces; SupportReplayGRPOTrainer can.")
         self._sampled_logprobs: list[list[TracedLogprob]] = []
-        self._old_scores: tuple[torch.Tensor, dict[str, torch.Tensor]] | None = None
         super().__init__(model, reward_funcs, args, train_dataset, *more, **kwargs)
 
     # ------------------------------------------------------------------------------------------------- generation
@@ -96,11 +97,9 @@ class SupportReplayRLOOTrainer(ReplayTrainer, RLOOTrainer):
         self._keep_samples(collected)
         return prompt_ids, completion_ids, completions
 
-    def _check_generated(self, output: dict[str, Any]) -> None:
-        assert self._old_scores is not None
-        replayed, _ = self._old_scores
-        self._old_scores = None
-        self._check_replay(replayed, output)
+    def _check_generated(self, output: dict[str, Any], generation: ScoringPass) -> None:
+        assert generation.logprobs is not None
+        self._check_replay(generation.logprobs, output)
 
     def _recorded_logprobs(self, batch: dict[str, Any]) -> torch.Tensor:
         recorded = torch.zeros(batch["completion_ids"].shape)
@@ -110,20 +109,16 @@ class SupportReplayRLOOTrainer(ReplayTrainer, RLOOTrainer):
 
     # ---------------------------------------------------------------------------------------------------- scoring
 
-    def _extra_scores(self, in_loss: bool, reference: bool) -> tuple[str, ...]:
-        full = self._full_kl and not (in_loss or reference)
-        return super()._extra_scores(in_loss, reference) + (("full_logprobs",) if full else ())
+    def _extra_scores(self, current: ScoringPass, reference: bool) -> tuple[str, ...]:
+        full = current.role == "generation" and not reference and self._full_kl
+        return super()._extra_scores(current, reference) + (("full_logprobs",) if full else ())
 
     def _scored(
-        self, logps: torch.Tensor, extra: dict[str, torch.Tensor], in_loss: bool, reference: bool
+        self, current: ScoringPass, logps: torch.Tensor, extra: dict[str, torch.Tensor], reference: bool
     ) -> torch.Tensor:
-        logps = super()._scored(logps, extra, in_loss, reference)
-        if not (in_loss or reference) and self._rescoring_temperature is None:
-            self._old_scores = (logps, extra)
-        elif reference and self._full_kl:
+        if reference and self._full_kl:
             # TRL's penalty is old - ref, and its ratio needs the old policy's support scores s. With its
             # full-vocabulary scores f, a reference of ref_full - f + s makes the penalty f - ref_full.
-            assert self._old_scores is not None
-            old, old_extra = self._old_scores
-            logps = logps - old_extra["full_logprobs"] + old
-        return logps
+            assert current.logprobs is not None
+            logps = logps - current.extra["full_logprobs"] + current.logprobs
+        return super()._scored(current, logps, extra, reference)

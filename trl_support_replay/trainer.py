@@ -21,8 +21,9 @@ from .collect import ROLLOUT_KEY, ROUTES_KEY, collect_samples
 from .config import SupportReplayGRPOConfig
 from .environment import check_seam
 from .offline import GROUP_COLUMN, OfflineTraces, is_trace_dataset
+from .passes import LossInputs, ScoringPass
 from .rebind import rebound
-from .replay_trainer import SAMPLES, SHARED_SEAM, ReplayTrainer
+from .replay_trainer import SHARED_SEAM, ReplayTrainer
 from .tensor_parallel import tensor_parallel_size
 from .traces.columns import TraceSchemaError
 
@@ -62,9 +63,9 @@ class SupportReplayGRPOTrainer(ReplayTrainer, GRPOTrainer):
         *more: Any,
         **kwargs: Any,
     ):
+        kwargs = self._by_name(more, kwargs)
         args = self._checked_args(model, args)
         self._offline: OfflineTraces | None = None
-        self._loss_inputs: dict[str, Any] | None = None
         if is_trace_dataset(train_dataset):
             self._offline = OfflineTraces(train_dataset, args, tensor_parallel_size(model))
             self._sampled_elsewhere = True
@@ -72,7 +73,7 @@ class SupportReplayGRPOTrainer(ReplayTrainer, GRPOTrainer):
             kwargs["rollout_func"] = self._offline.rollout
             if reward_funcs is None:
                 reward_funcs = self._offline.reward_func()
-                if kwargs.get("eval_dataset", more[0] if more else None) is not None:
+                if kwargs.get("eval_dataset") is not None:
                     raise TraceSchemaError(
                         "eval_dataset with saved traces: their `reward` column says nothing of completions that an "
                         "evaluation samples. Give reward_funcs, or leave eval_dataset out."
@@ -81,7 +82,7 @@ class SupportReplayGRPOTrainer(ReplayTrainer, GRPOTrainer):
             if self._offline is not None:
                 # The rollout function is not the user's, who can do nothing about its being experimental.
                 warnings.filterwarnings("ignore", message="You are using 'rollout_func'")
-            super().__init__(model, reward_funcs, args, train_dataset, *more, **kwargs)
+            super().__init__(model, reward_funcs, args, train_dataset, **kwargs)
 
     def _entropy_in_loss(self) -> bool:
         return self._entropy_bonus_enabled or self.top_entropy_quantile < 1.0
@@ -125,7 +126,7 @@ class SupportReplayGRPOTrainer(ReplayTrainer, GRPOTrainer):
         with rebound(self, rollout_func=None):
             return super()._generate_and_score_completions(inputs)
 
-    def _check_generated(self, output: dict[str, Any]) -> None:
+    def _check_generated(self, output: dict[str, Any], generation: ScoringPass) -> None:
         if self._offline is not None:
             self._use_recorded_policy(output)
         elif "old_per_token_logps" in output:
@@ -140,38 +141,29 @@ class SupportReplayGRPOTrainer(ReplayTrainer, GRPOTrainer):
         unknown = torch.isnan(old)  # a synthetic end of sequence
         # One process with such a token is enough: a sharded model runs on all of them, or on none.
         if self._gather_row([float(unknown.any())]).any():
-            old = torch.where(unknown, self._rescore(output, self.temperature), old)
+            old = torch.where(unknown, self._rescore(output), old)
         output["old_per_token_logps"] = old
 
     # ---------------------------------------------------------------------------------------------------- scoring
 
-    def _compute_loss(self, model, inputs):
-        if SAMPLES not in inputs:
-            return super()._compute_loss(model, inputs)
-        inputs = dict(inputs)
-        self._loss_inputs = inputs
-        try:
-            return super()._compute_loss(model, inputs)
-        finally:
-            self._loss_inputs = None
+    def _entries_completed_by_the_loss(self) -> tuple[str, ...]:
+        return ("ref_per_token_logps",) if self._full_kl else ()
 
-    def _extra_scores(self, in_loss: bool, reference: bool) -> tuple[str, ...]:
-        return super()._extra_scores(in_loss, reference) + (("full_logprobs",) if in_loss and self._full_kl else ())
+    def _extra_scores(self, current: ScoringPass, reference: bool) -> tuple[str, ...]:
+        full = current.role == "loss" and not reference and self._full_kl
+        return super()._extra_scores(current, reference) + (("full_logprobs",) if full else ())
 
     def _scored(
-        self, logps: torch.Tensor, extra: dict[str, torch.Tensor], in_loss: bool, reference: bool
+        self, current: ScoringPass, logps: torch.Tensor, extra: dict[str, torch.Tensor], reference: bool
     ) -> torch.Tensor:
-        logps = super()._scored(logps, extra, in_loss, reference)
-        if in_loss:
-            inputs = self._loss_inputs
-            assert inputs is not None
+        if isinstance(current.inputs, LossInputs) and not reference:
             # TRL scores the old policy only when it may differ from the current one; else this is the first look. What
             # the check may run waits until this batch's backward is done and its routes are closed.
-            unseen = "old_per_token_logps" not in inputs or self._offline is not None
-            if unseen and self.state.global_step == self._generated_at:
-                self._unchecked = (logps.detach(), inputs)
-            if self._full_kl:
+            unseen = "old_per_token_logps" not in current.inputs or self._offline is not None
+            if unseen and current.logprobs is None and self.state.global_step == self._generated_at:
+                current.unchecked.append((logps.detach(), current.inputs))
+            if "ref_per_token_logps" in current.inputs.pending:
                 # TRL's KL term sees only ref - logps. With full-vocabulary scores f and support scores s of the
                 # policy, a reference of ref_full - f + s makes that difference ref_full - f, in value and in gradient.
-                inputs["ref_per_token_logps"] = inputs["ref_per_token_logps"] - extra["full_logprobs"] + logps
-        return logps
+                current.inputs.complete("ref_per_token_logps", lambda ref: ref - extra["full_logprobs"] + logps)
+        return super()._scored(current, logps, extra, reference)

@@ -20,6 +20,7 @@ from trl_support_replay.capture.recorder import SupportRecorder
 from trl_support_replay.capture.vllm_engine import vllm_version
 from trl_support_replay.capture.vllm_server import _seen_from_other_nodes
 from trl_support_replay.hub.model_card import RunFacts
+from trl_support_replay.passes import ScoringPass
 from trl_support_replay.replay_check import ReplayGapError
 from trl_support_replay.serving.protocol import GenerateRequest
 
@@ -142,7 +143,8 @@ def test_a_further_turn_brings_only_new_routes(build, moe_server, tiny_moe_path)
     asked = []
     generate = generation.pool.generate
     generation.pool.generate = lambda requests: asked.extend(requests) or generate(requests)
-    trainer._recorder = recorder = SupportRecorder()
+    recorder = SupportRecorder()
+    trainer._pass = ScoringPass("generation", recorder=recorder)
     prompts = [[10, 20, 30, 40], [11, 21, 31]]
     _, first, first_logprobs, _ = generation.generate(prompts, None, num_generations=1)
     turns = [prompt + completion + [50, 60] for prompt, completion in zip(prompts, first, strict=True)]

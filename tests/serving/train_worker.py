@@ -66,7 +66,7 @@ def main(config):
 
     def compute_and_record(model, inputs):
         loss = compute(model, inputs)
-        replayed = trainer._unchecked[0] if trainer._unchecked is not None else inputs["old_per_token_logps"]
+        replayed = trainer._pass.unchecked[0][0] if trainer._pass.unchecked else inputs["old_per_token_logps"]
         mask = inputs["completion_mask"].bool()
         gaps.append((replayed - inputs["sampling_per_token_logps"])[mask].abs().max().item())
         return loss

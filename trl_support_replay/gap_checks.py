@@ -1,0 +1,135 @@
+"""Compares replayed with recorded log-probs in a trainer, and logs what scoring found."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from trl import GRPOTrainer
+
+from .passes import ScoringPass
+from .replay_check import GapStatistics, ReplayGapError, Tolerance, explain
+from .replay_head import recorded_mask
+from .replay_metrics import route_metrics
+
+if TYPE_CHECKING:
+    _TRLTrainer = Any  # one of several, whose methods differ
+else:
+    _TRLTrainer = object
+
+logger = logging.getLogger(__name__)
+
+SAMPLES = "support_samples"
+"""The batch's list of `Trace`, which TRL shuffles and splits with its tensors."""
+
+
+# What TRL hands to the model beside tokens (images), under the same names in a batch.
+_SCORING = list(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)
+_MODEL_INPUTS = _SCORING[_SCORING.index("compute_aux_loss") + 1 :]
+
+
+class GapChecks(_TRLTrainer):
+    """Mixed into a replaying trainer: what it does with the scores of its own batches."""
+
+    _tolerance: Tolerance
+
+    @abstractmethod
+    def _recorded_logprobs(self, batch: dict[str, Any]) -> torch.Tensor:
+        """`[B, T]` log-probs that the engine reported."""
+
+    def _check_replay(self, replayed: torch.Tensor, batch: dict[str, Any]) -> None:
+        """Compare with the recorded log-probs while engine and policy hold the same weights."""
+        recorded = self._recorded_logprobs(batch)
+        mask = recorded_mask(batch[SAMPLES], replayed.shape).to(replayed.device)
+        statistics = GapStatistics.gather(replayed, recorded, mask, self.accelerator.gather)
+        if statistics.num_tokens == 0:
+            return
+        self._log(statistics.metrics())
+        every = self.args.routes_gap_steps
+        if self.replays_routes and every and self.state.global_step % every == 0:
+            self._log_live_route_gap(batch, recorded, mask)
+        if self.args.replay_check == "off" or self._sampled_elsewhere or not statistics.exceeds(self._tolerance):
+            return
+        cause = explain(
+            replayed,
+            recorded,
+            mask,
+            self.temperature,
+            lambda temperature: self._rescore(batch, temperature),
+            self._stale_weights(),
+            self.accelerator.gather,
+        )
+        message = (
+            f"Replayed and recorded log-probs differ by {statistics.max:.3g} at most and {statistics.mean:.3g} on "
+            f"average over {statistics.num_tokens} tokens at step {self.state.global_step}; {self._tolerance} is "
+            f"accepted (replay_tolerance). {cause}"
+        )
+        if self.args.replay_check == "raise":
+            raise ReplayGapError(message)
+        logger.warning(message)
+
+    def _log_live_route_gap(self, batch: dict[str, Any], recorded: torch.Tensor, mask: torch.Tensor) -> None:
+        live = self._rescore(batch, live_routes=True)
+        statistics = GapStatistics.gather(live, recorded, mask, self.accelerator.gather)
+        self._log({"routes/logprob_gap_live_mean": statistics.mean, "routes/logprob_gap_live_max": statistics.max})
+
+    def _rescore(
+        self, batch: dict[str, Any], temperature: float | None = None, live_routes: bool = False
+    ) -> torch.Tensor:
+        """`[B, T]` log-probs of a batch under the current policy.
+
+        Args:
+            batch: what `_generate_and_score_completions` returned, or a part of it.
+            temperature: another softmax temperature than the trainer's.
+            live_routes: leave recorded routes aside.
+        """
+        again = ScoringPass("rescore", batch[SAMPLES], batch, temperature, live_routes)
+        with self._opened(again), torch.no_grad():
+            logps, _, _ = self._get_per_token_logps_and_entropies(
+                self.model,
+                torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
+                torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
+                batch["completion_ids"].size(1),
+                batch_size=self.args.per_device_train_batch_size,
+                **{name: batch[name] for name in _MODEL_INPUTS if name in batch},
+            )
+        return logps
+
+    def _stale_weights(self) -> str | None:
+        if not self.use_vllm:
+            return None
+        loaded = self.vllm_generation.loaded_step
+        if loaded == self._generated_at:
+            return None
+        held = "never received the policy's weights" if loaded is None else f"holds the weights of step {loaded}"
+        return f"it {held} while the policy is at step {self._generated_at}, so the weight sync was skipped or failed"
+
+    def _log_scores(self, done: ScoringPass) -> None:
+        samples = done.inputs[SAMPLES]
+        on = recorded_mask(samples, done.inputs["completion_ids"].shape)
+        for name, metric in (("support_entropy", "support/entropy"), ("log_mass", "support/log_mass")):
+            if name in done.extra:
+                values = done.extra[name].detach().cpu()[on]
+                total, count = self._gather_row([values.sum().item(), len(values)]).sum(axis=0)
+                self._log({metric: float(total) / max(float(count), 1.0)})
+        if self._growth is not None and "log_mass" in done.extra:
+            growth = self._growth.measure(samples, done.extra["log_mass"], self.state.global_step, self._gather_row)
+            self._log(growth)
+
+    def _log_routes(self) -> None:
+        found = self._routes.close(self.model)
+        if found is not None:
+            self._log(route_metrics(found, self._gather_row))
+
+    def _log(self, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._metrics["train"][name].append(value)
+
+    def _gather_row(self, values: list[float]) -> np.ndarray:
+        """`[processes, len(values)]`."""
+        row = torch.tensor([values], dtype=torch.float32, device=self.accelerator.device)
+        return self.accelerator.gather(row).cpu().numpy()
