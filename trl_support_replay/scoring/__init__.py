@@ -3,7 +3,6 @@
 from .candidate_scores import score_candidates
 from .candidates import SupportCSR
 from .head_from_model import ModelHead, lm_head_from_model
-from .layout import ScoredTokens, TokenMetadataLayout
 from .lm_head import LMHead, LoRAFactors, VocabShard
 from .support_scores import SupportScores, score_support, score_support_from_logits
 
@@ -11,10 +10,8 @@ __all__ = [
     "LMHead",
     "LoRAFactors",
     "ModelHead",
-    "ScoredTokens",
     "SupportCSR",
     "SupportScores",
-    "TokenMetadataLayout",
     "VocabShard",
     "lm_head_from_model",
     "score_candidates",
