@@ -77,6 +77,22 @@ class ScoringPass:
     unchecked: list[tuple[torch.Tensor, dict[str, Any]]] = field(default_factory=list)
     scoring: bool = False
 
+    def recorded(self, trainer: str) -> list[Trace]:
+        """The completions that were sampled.
+
+        Args:
+            trainer: name of the trainer's class.
+
+        Raises:
+            UnscoredBatchError: they were sampled by a method that records nothing.
+        """
+        if self.samples is None:
+            raise UnscoredBatchError(
+                f"{trainer} sampled completions without recording their supports: its _generate does not call the one "
+                "that it overrides. Call super()._generate(prompts), or sample in a rollout_func that returns supports."
+            )
+        return self.samples
+
     def check_model_call(self, input_ids: Any) -> None:
         """Refuse a model call that would score the batch of a loss over the vocabulary.
 

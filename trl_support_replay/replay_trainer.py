@@ -212,12 +212,11 @@ class ReplayTrainer(GapChecks, PublishesTraces, _TRLTrainer):
             return super()._generate_and_score_completions(inputs)
         with self._opened(ScoringPass("generation", recorder=SupportRecorder())) as generation:
             output = super()._generate_and_score_completions(inputs)
-        samples = output[SAMPLES] = generation.samples
+        samples = output[SAMPLES] = generation.recorded(type(self).__name__)
         self._generated_at = self.state.global_step
         if self._growth is not None:
             self._growth.start()
         if self._saver is not None:
-            assert samples is not None
             self._saver.save(samples, inputs, self._rewards)
         self._check_generated(output, generation)
         return output
@@ -316,14 +315,15 @@ class ReplayTrainer(GapChecks, PublishesTraces, _TRLTrainer):
                 "Score inside `with self.scoring(batch):`, where `batch` is what _generate_and_score_completions "
                 "returned."
             )
-        if current is None or current.samples is None:
+        if current is None or (current.samples is None and current.role == "rescore"):
             return score(model)
+        samples = current.recorded(type(self).__name__)
         reference = self._is_reference_pass(model)
         # Without truncation the distribution that was sampled from is the whole vocabulary's.
         full = not self.replays_support or (self._full_kl and reference)
         caller = ReplayCaller(
             model,
-            current.samples,
+            samples,
             logits_to_keep,
             temperature=current.temperature or self.temperature,
             log_probs="full_logprobs" if full else "logprobs",
@@ -335,7 +335,7 @@ class ReplayTrainer(GapChecks, PublishesTraces, _TRLTrainer):
         try:
             if self.replays_routes and not current.live_routes and self._replays_routes_in(reference):
                 num_samples, width = input_ids.shape
-                self._routes.open(routed, current.samples, width, logits_to_keep, batch_size or num_samples)
+                self._routes.open(routed, samples, width, logits_to_keep, batch_size or num_samples)
             logps, entropies, aux_loss = score(caller)
             caller.finish()
         except BaseException:

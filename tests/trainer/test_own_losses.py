@@ -153,6 +153,15 @@ def test_a_loss_that_scores_nothing_is_refused(build, tiny_model_path):
         build(tiny_model_path, Nothing, **HF).train()
 
 
+def test_generation_that_records_nothing_is_refused(build, tiny_model_path):
+    class OwnGeneration(SupportReplayGRPOTrainer):
+        def _generate(self, prompts):
+            return GRPOTrainer._generate(self, prompts)
+
+    with pytest.raises(UnscoredBatchError, match="OwnGeneration sampled completions without recording.*super"):
+        build(tiny_model_path, OwnGeneration, **HF).train()
+
+
 def test_scoring_outside_of_a_pass_names_its_batch(build, tiny_model_path):
     class Rescores(SupportReplayGRPOTrainer):
         named = True
