@@ -257,7 +257,7 @@ class ReplayTrainer(GapChecks, PublishesTraces, _TRLTrainer):
         For trainers with methods of their own. A loss needs no such block, since its batch is known.
 
         Args:
-            batch: what `_generate_and_score_completions` returned, or any other dictionary for other completions.
+            batch: what `_generate_and_score_completions` returned, or an empty dictionary.
         """
         with self._opened(ScoringPass("rescore", batch.get(SAMPLES), batch)):
             yield

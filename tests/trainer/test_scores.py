@@ -67,7 +67,7 @@ def written_out(trainer, inputs, reference_path, kl_scope, entropy_scope):
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
     start = inputs["prompt_ids"].shape[1] - 1
-    with torch.no_grad():
+    with torch.no_grad(), trainer.scoring({}):
         policy, reference = (
             model(input_ids=ids, attention_mask=mask).logits[:, start:-1].double()
             for model in (trainer.model, reference)
@@ -202,7 +202,7 @@ def test_growth_is_measured_from_the_first_look_at_the_batch(build, thirteen_wor
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
         mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
         start = inputs["prompt_ids"].shape[1] - 1
-        with torch.no_grad():
+        with torch.no_grad(), trainer.scoring({}):
             p = trainer.model(input_ids=ids, attention_mask=mask).logits[:, start:-1].softmax(-1)
         masses.append(
             {
