@@ -112,8 +112,8 @@ class ScoringPass:
             raise UnscoredBatchError(
                 "The loss calls the model on completions with recorded supports, but without their supports: these "
                 "scores would be over the whole vocabulary. Score them by "
-                "self._get_per_token_logps_and_entropies(model, input_ids, attention_mask, logits_to_keep, ...); to see "
-                "logits of the whole vocabulary on purpose, call the model inside `with self.scoring({}):`."
+                "self._get_per_token_logps_and_entropies(model, input_ids, attention_mask, logits_to_keep, ...); to "
+                "see logits of the whole vocabulary on purpose, call the model inside `with self.scoring({}):`."
             )
 
     def check_scored(self, trainer: str) -> None:
