@@ -6,6 +6,7 @@
 # make docs          the documentation in site/, warnings as errors
 # make compatibility docs/compatibility.md from the results of the last `make test` or `make test-all`
 # make lint          ruff and mypy
+# make programs      apt-get install of Chromium and nginx, which some tests drive, where they are missing
 # make pins          write requirements/cpu.txt anew from requirements/cpu.in
 # make clean         remove .venv, caches and what runs left behind
 #
@@ -21,7 +22,7 @@ export OMP_NUM_THREADS ?= 2
 export HF_HUB_OFFLINE = 1
 export VLLM_NO_USAGE_STATS = 1
 
-.PHONY: help venv demo test test-all recipe-cpu dist docs compatibility lint pins clean
+.PHONY: help venv demo test test-all recipe-cpu dist docs compatibility lint programs pins clean
 
 help:
 	@sed -n 's/^# make /  make /p' Makefile
@@ -67,6 +68,9 @@ lint: venv
 	@$(RUN) -m ruff format --check .
 	@echo "==> mypy"
 	@$(RUN) -m mypy
+
+programs:
+	@scripts/install_programs.sh
 
 pins:
 	@echo "==> Resolving requirements/cpu.in in a fresh environment"

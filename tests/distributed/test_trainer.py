@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.parts import require
 from tests.serving.fakes import AppServer, serving
 from tests.serving.test_sglang import SGLangWithModel
 from tests.trainer.conftest import character_tokenizer
@@ -94,6 +95,7 @@ def assert_same_training(got, want):
 
 
 def zero_config(tmp_path, stage):
+    require("deepspeed")
     zero = {
         "stage": stage,
         "stage3_param_persistence_threshold": 0,  # shard even the small weights of a tiny model
@@ -128,8 +130,9 @@ SETTINGS = [
     pytest.param(True, {}, id="tied", marks=pytest.mark.slow),
     pytest.param(False, FULL, id="untied, full KL and entropy", marks=pytest.mark.slow),
 ]
+LORA_MARKS = [pytest.mark.slow, pytest.mark.needs("peft")]
 LORA = [
-    pytest.param(tied, {"lora": True, "beta": 0.1}, id=f"{name}, LoRA", marks=pytest.mark.slow)
+    pytest.param(tied, {"lora": True, "beta": 0.1}, id=f"{name}, LoRA", marks=LORA_MARKS)
     for tied, name in ((False, "untied"), (True, "tied"))
 ]
 
@@ -139,9 +142,13 @@ def ddp(model_path, output, settings):
     return launch([*TORCHRUN, "--nproc_per_node=2"], model_path, output, settings)
 
 
-def zero3(model_path, output, settings):
+def zero3(model_path, output, settings, stage=3):
     settings = settings | {"per_device_train_batch_size": 4}
-    return launch(zero_config(output.parent, 3), model_path, output, settings)
+    return launch(zero_config(output.parent, stage), model_path, output, settings)
+
+
+def zero2(model_path, output, settings):
+    return zero3(model_path, output, settings, stage=2)
 
 
 def tensor_parallel(model_path, output, settings):
@@ -157,6 +164,12 @@ def test_ddp(model_path, single, tmp_path, tied, settings):
 @pytest.mark.parametrize(("tied", "settings"), SETTINGS + LORA)
 def test_zero3(model_path, single, tmp_path, tied, settings):
     assert_same_training(zero3(model_path(tied), tmp_path / "run", settings), single(tied, settings))
+
+
+@pytest.mark.parametrize(("tied", "settings"), [SETTINGS[0], *SETTINGS[2:]])
+def test_zero2(model_path, single, tmp_path, tied, settings):
+    """Gradients and optimizer states are sharded, weights are not."""
+    assert_same_training(zero2(model_path(tied), tmp_path / "run", settings), single(tied, settings))
 
 
 @pytest.mark.parametrize(("tied", "settings"), SETTINGS)

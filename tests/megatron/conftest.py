@@ -5,14 +5,21 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tests.parts import module_that_needs, why_not
+
 sys.path.insert(0, str(Path(__file__).parent))  # also for the processes that tests start
 
 from megatron_on_cpu import megatron_on_cpu
 
-# megatron-core compiles what it decorates when it is imported; here it must not.
-with megatron_on_cpu():
-    import parity  # noqa: F401
-    import tiny_gpt
+if not why_not("megatron-core"):
+    # megatron-core compiles what it decorates when it is imported; here it must not.
+    with megatron_on_cpu():
+        import parity  # noqa: F401
+        import tiny_gpt
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    return module_that_needs("megatron-core", module_path=module_path, parent=parent)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from trl_support_replay.planning.launch import Launch
@@ -50,7 +49,10 @@ def test_shapes_are_those_of_the_real_model(config, shapes):
     assert (shapes.moe_layers, shapes.experts, shapes.experts_per_token) == ((3, 8, 3) if moe else (0, 0, 0))
 
 
+@pytest.mark.needs("peft")
 def test_adapters_are_counted_as_peft_makes_them(config, tmp_path):
+    from peft import LoraConfig, get_peft_model
+
     config.save_pretrained(tmp_path)
     lora = LoraConfig(r=4, target_modules=["q_proj", "o_proj"])
     found = read_shapes(str(tmp_path), None, False, lora)

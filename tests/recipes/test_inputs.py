@@ -17,6 +17,7 @@ def says(text):
     return [{"role": "assistant", "content": text}]
 
 
+@pytest.mark.needs("math-verify")
 def test_gsm8k_rows_suit_the_accuracy_reward():
     splits = DatasetDict(train=Dataset.from_list([ROW] * 3))
     rows = mapped(choose_split(splits, "train", "gsm8k", "--dataset_train_split"), gsm8k)

@@ -136,6 +136,7 @@ def test_two_models_never_touch_each_other():
     assert train_step(actor, ids) == native and train_step(reference, ids) == native
 
 
+@pytest.mark.needs("peft")
 def test_adapters(model):
     """A PEFT model, with the adapter and without it, and its router among the trained parameters."""
     from peft import LoraConfig, get_peft_model

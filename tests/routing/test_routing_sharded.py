@@ -9,6 +9,8 @@ import pytest
 import torch
 from sharded_training import single_process
 
+NEEDS_DEEPSPEED = pytest.mark.needs("deepspeed")
+
 
 @pytest.fixture(scope="module")
 def expected():
@@ -19,11 +21,11 @@ def expected():
     ("sharding", "checkpointing"),
     [
         ("fsdp2", "non_reentrant"),
-        ("zero3", "non_reentrant"),
+        pytest.param("zero3", "non_reentrant", marks=NEEDS_DEEPSPEED),
         pytest.param("fsdp2", "none", marks=pytest.mark.slow),
         pytest.param("fsdp2", "reentrant", marks=pytest.mark.slow),
-        pytest.param("zero3", "none", marks=pytest.mark.slow),
-        pytest.param("zero3", "reentrant", marks=pytest.mark.slow),
+        pytest.param("zero3", "none", marks=[NEEDS_DEEPSPEED, pytest.mark.slow]),
+        pytest.param("zero3", "reentrant", marks=[NEEDS_DEEPSPEED, pytest.mark.slow]),
     ],
 )
 def test_three_steps_reach_the_weights_of_one_process(tmp_path, expected, sharding, checkpointing):

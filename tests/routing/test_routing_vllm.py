@@ -13,6 +13,7 @@ import pytest
 import torch
 from moe_models import TOP_K, VOCABULARY, build_model, glm4_moe_config, qwen3_moe_config
 
+from tests.parts import require
 from trl_support_replay.routing import RouteBatch, RouterReplay
 from trl_support_replay.traces.routes import RoutedExperts
 
@@ -27,6 +28,7 @@ def prompts(*lengths):
 
 def run_engine(folder: Path, model, replay, batches, **engine):
     """`[{name: array}]`, one dictionary per completion."""
+    require("vllm")
     model.save_pretrained(folder / "model")
     job = {
         "model": str(folder / "model"),

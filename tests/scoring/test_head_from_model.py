@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from peft import AdaLoraConfig, LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from tests.parts import require
 from trl_support_replay.scoring import SupportCSR, lm_head_from_model, score_support
 from trl_support_replay.scoring.support_scores import OUTPUTS
 
@@ -107,8 +107,15 @@ def test_tied_heads(family):
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
+def adapted(model, config="LoraConfig", **settings):
+    require("peft")
+    import peft
+
+    return peft.get_peft_model(model, getattr(peft, config)(**settings))
+
+
 def peft_model(target, **settings):
-    model = get_peft_model(build("llama"), LoraConfig(r=3, target_modules=target, **settings))
+    model = adapted(build("llama"), r=3, target_modules=target, **settings)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name or "modules_to_save" in name:
@@ -244,20 +251,20 @@ def test_a_projection_inside_a_larger_head_is_refused():
 def test_variants_of_lora_on_the_head_are_refused(settings, message):
     base = build("llama")
     base.lm_head = nn.Linear(16, VOCAB, bias=True)
-    model = get_peft_model(base, LoraConfig(r=2, target_modules=["lm_head"], **settings))
+    model = adapted(base, r=2, target_modules=["lm_head"], **settings)
     with pytest.raises(ValueError, match=message):
         lm_head_from_model(model.get_base_model())
 
 
 def test_adalora_on_the_head_is_refused():
-    model = get_peft_model(build("llama"), AdaLoraConfig(init_r=2, total_step=10, target_modules=["lm_head"]))
+    model = adapted(build("llama"), "AdaLoraConfig", init_r=2, total_step=10, target_modules=["lm_head"])
     with pytest.raises(ValueError, match="'default' on the output head belongs to a SVDLinear"):
         lm_head_from_model(model.get_base_model())
 
 
 def test_two_active_adapters_on_the_head_are_refused():
     model = peft_model(["lm_head"])
-    model.add_adapter("second", LoraConfig(r=2, target_modules=["lm_head"]))
+    model.add_adapter("second", model.peft_config["default"])
     model.base_model.set_adapter(["default", "second"])
     with pytest.raises(ValueError, match="default, second are active together"):
         lm_head_from_model(model.get_base_model())

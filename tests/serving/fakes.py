@@ -15,8 +15,8 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
-from vllm.logprobs import FlatLogprobs, Logprob
 
+from tests.parts import require
 from trl_support_replay.serving.endpoint import SupportReplayMiddleware
 from trl_support_replay.traces.support import SupportRows
 
@@ -41,7 +41,7 @@ def foretold(prompt_ids, index, max_tokens, top_k, weights):
 
 
 class FakeEngine:
-    """What the endpoint uses of vLLM's asynchronous engine.
+    """What the endpoint uses of vLLM's asynchronous engine. The endpoint around it needs vLLM itself.
 
     Attributes:
         calls: prompts of the requests that reached it.
@@ -52,6 +52,7 @@ class FakeEngine:
     """
 
     def __init__(self, **config):
+        require("vllm")
         self.model_config = SimpleNamespace(
             **{
                 "get_vocab_size": lambda: VOCAB,
@@ -86,6 +87,8 @@ class FakeEngine:
             self.running -= 1
 
     def _completion(self, prompt, params, index):
+        from vllm.logprobs import FlatLogprobs, Logprob
+
         prompt_ids = prompt["prompt_token_ids"]
         top_k = params.top_k if params.top_k > 0 else 8
         tokens, sampled, _, entries = foretold(prompt_ids, index, params.max_tokens, top_k, self.weights)

@@ -1,8 +1,7 @@
-"""A real nginx in front of the servers. Runs where nginx is installed, which `make test-all` says is needed."""
+"""A real nginx in front of the servers."""
 
 from __future__ import annotations
 
-import shutil
 import socket
 import subprocess
 import time
@@ -16,10 +15,7 @@ from trl_support_replay.serving.pool import GenerationError
 from .fakes import FakeEngine, HTTPServer, serving
 from .test_endpoint import assert_foretold, request
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed: apt-get install nginx-light"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.needs("nginx")]
 
 CONFIGURATION = """
 daemon off;

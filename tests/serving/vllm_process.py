@@ -12,6 +12,8 @@ import time
 
 import httpx
 
+from tests.parts import require
+
 
 class VLLMServe:
     """`trl-support-replay vllm-serve MODEL` on a free port, up when the block is entered.
@@ -24,6 +26,7 @@ class VLLMServe:
     """
 
     def __init__(self, model, weights_dir=None, flags=(), api_key=None):
+        require("vllm")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]

@@ -11,6 +11,7 @@ import pytest
 from tests.processes import environment
 from tests.trainer.conftest import tiny_model_path  # noqa: F401
 
+pytestmark = pytest.mark.needs("tensorboard", "trackio", "wandb")
 ROOT = Path(__file__).resolve().parents[2]
 RUN = """
 import json, sys, wandb

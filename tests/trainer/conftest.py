@@ -7,6 +7,7 @@ import torch
 from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from tests.parts import require
 from trl_support_replay import SupportReplayGRPOConfig, SupportReplayGRPOTrainer
 
 
@@ -68,7 +69,7 @@ def checksum_reward(completions, **_):
 
 @pytest.fixture
 def build(tmp_path):
-    """Build a trainer: `build(model, trainer_cls=..., peft_config=..., **config)`."""
+    """Build a trainer: `build(model, trainer_cls=..., lora=..., **config)`; `lora` goes to a `LoraConfig`."""
 
     def build(model, trainer_cls=SupportReplayGRPOTrainer, config_cls=SupportReplayGRPOConfig, **kwargs):
         names = (
@@ -83,6 +84,11 @@ def build(tmp_path):
             "callbacks",
         )
         extra = {name: kwargs.pop(name) for name in names if name in kwargs}
+        if lora := kwargs.pop("lora", None):
+            require("peft")
+            from peft import LoraConfig
+
+            extra["peft_config"] = LoraConfig(**lora)
         settings = {
             "output_dir": str(tmp_path / "run"),
             "use_cpu": True,
@@ -108,6 +114,7 @@ def build(tmp_path):
 @pytest.fixture(scope="session")
 def shared_llm(smollm2_path):
     """One vLLM engine on SmolLM2, in float32, for every test that needs one."""
+    require("vllm")
     import os
 
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")

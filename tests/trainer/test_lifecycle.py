@@ -61,6 +61,34 @@ def test_resuming_continues_the_run(build, tiny_model_path, tmp_path):
     assert state["log_history"][0]["support/size_mean"] > 1
 
 
+@pytest.mark.parametrize("replays", [True, False], ids=["replay", "stock TRL"])
+def test_a_run_is_repeated_only_when_it_resumes_where_completions_are_sampled(
+    build, tiny_model_path, tmp_path, replays
+):
+    """Each batch of completions serves two steps. A checkpoint does not hold the one that is in use."""
+    classes = {} if replays else {"trainer_cls": GRPOTrainer, "config_cls": GRPOConfig}
+    sampling = HF if replays else {"use_vllm": False}
+    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "num_iterations": 2}
+
+    def run(output, checkpoint=None):
+        trainer = build(tiny_model_path, **classes, **sampling, **settings, output_dir=str(tmp_path / output))
+        sampled, generate = [], trainer._generate_and_score_completions
+
+        def spy(inputs):
+            sampled.append((trainer.state.global_step, inputs[0]["prompt"][0]["content"]))
+            return generate(inputs)
+
+        trainer._generate_and_score_completions = spy
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return sampled, torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+    ((_, first), (_, second)), weights = run("whole")
+    repeated, same = run("repeated", str(tmp_path / "whole" / "checkpoint-2"))
+    assert repeated == [(2, second)] and torch.equal(same, weights)
+    other, different = run("other", str(tmp_path / "whole" / "checkpoint-1"))
+    assert other == [(1, first), (3, second)] and not torch.equal(different, weights)
+
+
 def test_arguments_may_stand_by_position_as_in_trl(tiny_model_path, tmp_path):
     config = SupportReplayGRPOConfig(str(tmp_path), top_p=0.9, use_cpu=True, bf16=False, report_to=[])
     trainer = SupportReplayGRPOTrainer(tiny_model_path, checksum_reward, config, sums(8), sums(4))

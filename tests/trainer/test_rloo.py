@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig
 from trl import RLOOConfig, RLOOTrainer
 
 from trl_support_replay import SupportReplayRLOOConfig, SupportReplayRLOOTrainer
@@ -72,8 +71,8 @@ def test_with_vllm(build, vllm, smollm2_path):
 
 
 def test_adapters_and_their_reference(build, tiny_model_path):
-    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
-    trainer = build(tiny_model_path, **OURS, top_p=0.9, beta=0.1, peft_config=lora)
+    lora = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
+    trainer = build(tiny_model_path, **OURS, top_p=0.9, beta=0.1, lora=lora)
     trainer.train()
     assert_replayed(trainer, 2)
     kl = [log["kl"] for log in trainer.state.log_history if "kl" in log]

@@ -66,4 +66,5 @@ def test_ten_steps_with_routes_and_supports_replayed(moe_path, tmp_path, samplin
         assert log["support/logprob_gap_max"] <= 1e-4
         assert abs(log["sampling/importance_sampling_ratio_raw/mean"] - 1) <= 1e-3
         assert log["sampling/outside_10pct"] == 0
+        assert log["routes/uncaptured"] == 4  # the last token of each of the 4 completions, which no router saw
         assert log["routes/agreement"] > 0.99  # rounding may tip a router now and then; replay does not mind

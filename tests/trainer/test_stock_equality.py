@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from peft import LoraConfig
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -97,6 +96,6 @@ def test_every_scope_is_stock_over_the_whole_vocabulary(build, tiny_model_path, 
 
 @pytest.mark.parametrize("kl_scope", ["support", "full"])
 def test_every_scope_is_stock_with_the_reference_under_an_adapter(build, tiny_model_path, kl_scope):
-    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    stock = TWO_STEPS | {"beta": 0.2, "entropy_coef": 0.1, "top_k": VOCABULARY, "peft_config": lora}
+    lora = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+    stock = TWO_STEPS | {"beta": 0.2, "entropy_coef": 0.1, "top_k": VOCABULARY, "lora": lora}
     assert_equal(build, tiny_model_path, stock | {"kl_scope": kl_scope}, stock)
