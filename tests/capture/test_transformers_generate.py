@@ -65,7 +65,7 @@ def generate(model, recorder, **sampling):
 
 @pytest.mark.parametrize("sampling", SAMPLING, ids=str)
 def test_rows_and_logprobs_are_those_of_the_returned_scores(model, sampling):
-    recorder = ScoresRecorder([2])
+    recorder = ScoresRecorder()
     completions, scores = generate(model, recorder, **sampling)
     sizes = []
     for b, (logprobs, rows) in enumerate(recorder.collect(completions)):
@@ -79,7 +79,7 @@ def test_rows_and_logprobs_are_those_of_the_returned_scores(model, sampling):
 
 
 def test_without_truncation_only_the_sampled_token_is_kept(model):
-    recorder = ScoresRecorder([2], truncates=False)
+    recorder = ScoresRecorder(truncates=False)
     completions, scores = generate(model, recorder)
     for b, (logprobs, rows) in enumerate(recorder.collect(completions)):
         assert rows.to_lists() == [[token] for token in completions[b]]
@@ -88,7 +88,7 @@ def test_without_truncation_only_the_sampled_token_is_kept(model):
 
 
 def test_tokens_that_were_not_drawn_are_refused(model):
-    recorder = ScoresRecorder([2])
+    recorder = ScoresRecorder()
     completions, _ = generate(model, recorder, top_k=2)
     longest = max(completions, key=len)
     b = completions.index(longest)
@@ -99,6 +99,6 @@ def test_tokens_that_were_not_drawn_are_refused(model):
 
 
 def test_the_model_is_left_alone_after_an_error(model):
-    with pytest.raises(RuntimeError, match="boom"), recording(model, ScoresRecorder([2])):
+    with pytest.raises(RuntimeError, match="boom"), recording(model, ScoresRecorder()):
         raise RuntimeError("boom")
     assert "_get_logits_processor" not in vars(model)

@@ -51,7 +51,7 @@ class FakeEngine:
         overlaps: how often weights were loaded while a request ran.
     """
 
-    def __init__(self, **config):
+    def __init__(self, vllm_config=(), **config):
         self.model_config = SimpleNamespace(
             **{
                 "get_vocab_size": lambda: VOCAB,
@@ -64,6 +64,7 @@ class FakeEngine:
             }
             | config
         )
+        self.vllm_config = {"model_config": config, **dict(vllm_config)}
         self.weights = None
         self.calls = []
         self.aborted = self.running = self.overlaps = self.loads = 0
