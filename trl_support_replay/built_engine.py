@@ -10,6 +10,8 @@ from .contract import UnreplayableSettingError, installed_logits_processors
 from .sampling_table import unknown
 from .sampling_table.vllm import BUILT
 
+_SHOWN = 200  # characters of a value; a configuration within one has thousands
+
 
 def engine_refusals(vllm_config: Any) -> list[UnreplayableSettingError]:
     """A refusal of each setting of an engine that breaks replay, and of each logits processor installed beside it.
@@ -35,7 +37,8 @@ def config_refusals(vllm_config: Any) -> list[UnreplayableSettingError]:
             if why is not None:
                 needed = None if field is None or None in field.off else field.off[0]
                 remedy = _remedy(name.replace("_", "-"), needed)
-                refused.append(UnreplayableSettingError(f"the engine's {name}", value, why.reason, remedy))
+                shown = value if len(repr(value)) <= _SHOWN else repr(value)[:_SHOWN] + "..."
+                refused.append(UnreplayableSettingError(f"the engine's {name}", shown, why.reason, remedy))
     return refused
 
 
