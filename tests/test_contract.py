@@ -6,7 +6,13 @@ import pytest
 from transformers import GenerationConfig
 
 from trl_support_replay.config import SupportReplayGRPOConfig
-from trl_support_replay.contract import UnreplayableSettingError, check_contract, normalize_top_k, sampling_settings
+from trl_support_replay.contract import (
+    UnreplayableSettingError,
+    check_contract,
+    find_refusals,
+    normalize_top_k,
+    sampling_settings,
+)
 
 VLLM = {"use_vllm": True, "top_k": 20, "top_p": 0.9}
 HF = {"use_vllm": False, "top_p": 0.9}
@@ -58,9 +64,95 @@ def test_generation_kwargs_of_another_kind_are_refused(tmp_path):
         config(tmp_path, generation_kwargs=[1])
 
 
-def test_nothing_is_refused_while_nothing_is_truncated(tmp_path):
-    args = config(tmp_path, temperature=0.0, repetition_penalty=1.3, generation_kwargs={"num_beams": 4})
-    assert not check_contract(args).truncates
+SHIFTED = {"repetition_penalty": 1.1}
+STRUCTURED = {"structured_outputs": {"regex": "a"}}
+
+
+@pytest.mark.parametrize("routes", [{}, {"routed_experts_replay": True}], ids=["stock", "routes"])
+@pytest.mark.parametrize(
+    ("kwargs", "setting"),
+    [
+        ({"temperature": 0.0}, "temperature"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty"),
+        ({"generation_kwargs": {"temperature": 0.7}}, "generation_kwargs['temperature']"),
+        ({"generation_kwargs": SHIFTED}, "generation_kwargs['repetition_penalty']"),
+        ({"generation_kwargs": {"nonsense": 1}}, "generation_kwargs['nonsense']"),
+        ({"use_vllm": True, "temperature": 0.005}, "temperature"),
+        ({"use_vllm": True, "generation_kwargs": {"temperature": 0.005}}, "temperature"),
+        ({"use_vllm": True, "vllm_structured_outputs_regex": "a+"}, "vllm_structured_outputs_regex"),
+        ({"use_vllm": True, "generation_kwargs": STRUCTURED}, "generation_kwargs['structured_outputs']"),
+        ({"use_vllm": True, "generation_kwargs": {"allowed_token_ids": [3]}}, "generation_kwargs['allowed_token_ids']"),
+        ({"use_vllm": True, "generation_kwargs": {"bad_words": ["x"]}}, "generation_kwargs['bad_words']"),
+        ({"use_vllm": True, "generation_kwargs": {"min_tokens": 4}}, "generation_kwargs['min_tokens']"),
+        ({"use_vllm": True, "generation_kwargs": {"logit_bias": {5: 1.0}}}, "generation_kwargs['logit_bias']"),
+        ({"use_vllm": True, "generation_kwargs": {"extra_args": {"a": 1}}}, "generation_kwargs['extra_args']"),
+        ({"use_vllm": True, "vllm_engine_kwargs": {"spec_method": "ngram"}}, "vllm_engine_kwargs['spec_method']"),
+        ({"generation_kwargs": {"num_beams": 4}}, "generation_kwargs['num_beams']"),
+        ({"generation_kwargs": {"do_sample": False}}, "generation_kwargs['do_sample']"),
+        ({"generation_kwargs": {"no_repeat_ngram_size": 3}}, "generation_kwargs['no_repeat_ngram_size']"),
+        ({"generation_kwargs": {"min_new_tokens": 4}}, "generation_kwargs['min_new_tokens']"),
+        ({"generation_kwargs": {"sequence_bias": {(5,): 1.0}}}, "generation_kwargs['sequence_bias']"),
+    ],
+)
+def test_stock_scoring_is_no_excuse(tmp_path, kwargs, setting, routes):
+    """With nothing truncated the trainer scores over the whole vocabulary, and these draw from something else."""
+    with pytest.raises(UnreplayableSettingError) as error:
+        config(tmp_path, **kwargs, **routes)
+    assert error.value.setting == setting and f"{setting}={error.value.value!r}" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"generation_kwargs": {"max_new_tokens": 9, "eos_token_id": [3, 4], "renormalize_logits": True}},
+        {"use_vllm": True, "generation_kwargs": {"stop": ["."], "ignore_eos": True, "max_tokens": 9, "logprobs": 1}},
+        {"use_vllm": True, "vllm_engine_kwargs": {"enforce_eager": True, "seed": 4, "generation_config": "vllm"}},
+        {"use_transformers_continuous_batching": True},
+        {"vllm_structured_outputs_regex": "a+"},  # read with vLLM only
+        {"use_vllm": True, "temperature": 0.01},
+        {"temperature": 0.005},  # `generate` samples at any temperature
+    ],
+)
+def test_what_leaves_the_distribution_alone_is_not_refused(tmp_path, kwargs):
+    assert not check_contract(config(tmp_path, **kwargs)).truncates
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        VLLM | {"generation_kwargs": {"min_tokens": 4}},
+        HF | {"generation_kwargs": {"min_new_tokens": 4, "min_length": 3, "renormalize_logits": True}},
+    ],
+)
+def test_what_only_removes_tokens_is_exact_with_truncation_where_it_is_recorded(tmp_path, kwargs):
+    assert check_contract(config(tmp_path, **kwargs)).truncates
+
+
+def test_every_refusal_is_found_not_only_the_first(tmp_path):
+    args = config(tmp_path, **VLLM)
+    args.temperature, args.generation_kwargs = 0.0, {"top_p": 7, "nonsense": 1, "seed": 3, **SHIFTED}
+    settings, refused = find_refusals(args)
+    names = ["top_p", "temperature", "generation_kwargs['nonsense']", "generation_kwargs['repetition_penalty']"]
+    assert [error.setting for error in refused] == names and settings.top_k == 20
+
+
+@pytest.mark.parametrize("engine", [VLLM, HF])
+@pytest.mark.parametrize("off", [None, -1])
+def test_off_is_written_as_every_engine_understands_it(tmp_path, engine, off):
+    """`generate` fails at -1, and for `None` it takes the model's own default, which may truncate."""
+    args = config(tmp_path, **engine | {"top_k": off, "top_p": 1.0, "min_p": None})
+    assert args.top_k == 0 and args.generation_kwargs is None
+    args = config(tmp_path, use_vllm=engine["use_vllm"], generation_kwargs={"top_k": off, "top_p": None})
+    assert args.generation_kwargs == {"top_k": 0, "top_p": 1.0}
+
+
+@pytest.mark.parametrize("name", ["generation_kwargs", "vllm_engine_kwargs"])
+def test_a_fixed_seed_is_warned_of(tmp_path, caplog, name):
+    config(tmp_path, use_vllm=True, **{name: {"seed": 1}})
+    assert f"{name}['seed']=1: completions" in caplog.text
+    caplog.clear()
+    config(tmp_path, use_vllm=True, vllm_mode="server", generation_kwargs={"seed": 1})  # it seeds each sample apart
+    assert not caplog.text
 
 
 @pytest.mark.parametrize(
@@ -94,6 +186,30 @@ def test_nothing_is_refused_while_nothing_is_truncated(tmp_path):
             "vllm_engine_kwargs['speculative_config']",
         ),
         (VLLM | {"vllm_engine_kwargs": {"logits_processors": ["a.b"]}}, "vllm_engine_kwargs['logits_processors']"),
+        (
+            VLLM | {"vllm_engine_kwargs": {"spec_method": "ngram", "spec_tokens": 3}},
+            "vllm_engine_kwargs['spec_method']",
+        ),
+        (VLLM | {"vllm_engine_kwargs": {"spec_tokens": 3}}, "vllm_engine_kwargs['spec_tokens']"),
+        (VLLM | {"vllm_engine_kwargs": {"watermark_config": {"key": 7}}}, "vllm_engine_kwargs['watermark_config']"),
+        (VLLM | {"vllm_engine_kwargs": {"enable_trace_replay": True}}, "vllm_engine_kwargs['enable_trace_replay']"),
+        (VLLM | {"vllm_engine_kwargs": {"max_modle_len": 9}}, "vllm_engine_kwargs['max_modle_len']"),
+        (VLLM | {"generation_kwargs": {"trace_decode_token_ids": [1]}}, "generation_kwargs['trace_decode_token_ids']"),
+        (
+            VLLM | {"generation_kwargs": {"routed_experts_prompt_start": 4}},
+            "generation_kwargs['routed_experts_prompt_start']",
+        ),
+        (VLLM | {"temperature": 0.009}, "temperature"),
+        (HF | {"generation_kwargs": {"use_mtp": True}}, "generation_kwargs['use_mtp']"),
+        (HF | {"generation_kwargs": {"speculation_type": "x"}}, "generation_kwargs['speculation_type']"),
+        (HF | {"generation_kwargs": {"assistant_early_exit": 4}}, "generation_kwargs['assistant_early_exit']"),
+        (
+            HF | {"generation_kwargs": {"assistant_ensemble_weight": 0.5}},
+            "generation_kwargs['assistant_ensemble_weight']",
+        ),
+        (HF | {"generation_kwargs": {"token_healing": True}}, "generation_kwargs['token_healing']"),
+        (HF | {"generation_kwargs": {"stop_strings": ["."]}}, "generation_kwargs['stop_strings']"),
+        (HF | {"generation_kwargs": {"stop": ["."]}}, "generation_kwargs['stop']"),
         (VLLM | {"vllm_engine_kwargs": {"logprobs_mode": "raw_logprobs"}}, "vllm_engine_kwargs['logprobs_mode']"),
         (VLLM | {"vllm_engine_kwargs": {"max_logprobs": 5}}, "vllm_engine_kwargs['max_logprobs']"),
         (HF | {"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching"),
@@ -116,6 +232,14 @@ def test_model_defaults_are_checked_where_generate_would_use_them(tmp_path):
     inherited = GenerationConfig(no_repeat_ngram_size=3)
     with pytest.raises(UnreplayableSettingError, match="generation_config.no_repeat_ngram_size=3"):
         check_contract(config(tmp_path, **HF), inherited)
+    with pytest.raises(UnreplayableSettingError, match="generation_config.no_repeat_ngram_size=3"):
+        check_contract(config(tmp_path, use_vllm=False), inherited)
+    # A value of None leaves the model's own in place.
+    with pytest.raises(UnreplayableSettingError, match="generation_config.no_repeat_ngram_size=3"):
+        check_contract(config(tmp_path, **HF, generation_kwargs={"no_repeat_ngram_size": None}), inherited)
+    assert check_contract(config(tmp_path, **HF, generation_kwargs={"no_repeat_ngram_size": 0}), inherited).truncates
+    # What `generate` does not read is nobody's business.
+    assert check_contract(config(tmp_path, **HF), GenerationConfig(chat_format="chatml")).truncates
     # vLLM is given every sampling parameter, so the model's defaults do not reach it.
     assert check_contract(config(tmp_path, **VLLM), inherited).top_k == 20
     # TRL passes the repetition penalty itself.

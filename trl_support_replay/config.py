@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from trl import GRPOConfig, RLOOConfig
 
-from .contract import check_contract
+from .contract import check_contract, spell_off_alike, warnings_of
 from .serving.urls import without_credentials
 
 if TYPE_CHECKING:
     _TRLConfig = GRPOConfig
 else:
     _TRLConfig = object
+
+logger = logging.getLogger(__name__)
 
 _CHOICES = {
     "support_capture": ("auto", "native", "logprobs"),
@@ -254,6 +257,9 @@ class ReplayConfig(_TRLConfig):
                 f"which depend on the engine's data type. Set vllm_dtype={dtype!r} instead."
             )
         settings = check_contract(self)
+        spell_off_alike(self)
+        for warning in warnings_of(self):
+            logger.warning("%s", warning)
         packed = settings.truncates or self.routed_experts_replay or self.weight_sync == "filesystem"
         if packed and self.use_vllm and self.vllm_mode == "server" and self.max_completion_length is None:
             raise ValueError(
@@ -290,7 +296,8 @@ class SupportReplayGRPOConfig(ReplayConfig, GRPOConfig):
     """Configuration of [`SupportReplayGRPOTrainer`].
 
     Everything in `trl.GRPOConfig` keeps its meaning. Replay is on as soon as the sampling truncates: `top_k > 0`,
-    `top_p < 1` or `min_p > 0`. With no truncation set, training is stock GRPO.
+    `top_p < 1` or `min_p > 0`. With no truncation set, training is stock GRPO. Settings that change the distribution in
+    another way (constraints, penalties, search) are refused in both cases: scoring does not repeat them.
 
     Raises:
         UnreplayableSettingError: at construction, for sampling settings that cannot be replayed exactly.

@@ -1,30 +1,43 @@
 """Which sampling settings can be replayed exactly.
 
 Replaying a support is exact when the engine drew each token from `softmax(logits / temperature)` restricted to the
-recorded set, and nothing else. Every setting that changes the distribution in another way (penalties, biases, forced
-tokens, a second temperature, search instead of sampling) is refused here, before a model is loaded.
+recorded set, and nothing else. With nothing truncated the trainer scores over the whole vocabulary, which is exact when
+the engine drew from all of it. Every setting that changes the distribution in another way is refused here, before a
+model is loaded. What each setting does is in `sampling_table`; this module knows where settings come from.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
+
+from .sampling_table import Effect, Field, Refused, generate, trl, unknown, vllm
+
+# vLLM raises lower temperatures to this one, in each request.
+_VLLM_LEAST_TEMPERATURE = 0.01
+_LOGITS_PROCESSORS = "vllm.logits_processors"
+_NO_DICTIONARY = Refused("it is not a dictionary", "Give names and values")
 
 
 class UnreplayableSettingError(ValueError):
-    """A setting under which recorded supports would not give the sampler's distribution.
+    """A setting under which replayed log-probs would not be those of the sampler's distribution.
 
     Attributes:
         setting: name of the offending setting.
         value: the value it has.
+        reason: why it cannot be replayed.
+        remedy: what to do.
     """
 
     def __init__(self, setting: str, value: Any, reason: str, remedy: str):
         super().__init__(f"{setting}={value!r} cannot be replayed: {reason}. {remedy}.")
         self.setting = setting
         self.value = value
+        self.reason = reason
+        self.remedy = remedy
 
 
 @dataclass(frozen=True)
@@ -61,69 +74,17 @@ def normalize_top_k(top_k: int | None) -> int:
     return 0 if top_k is None or top_k <= 0 else int(top_k)
 
 
-# `generate` warpers that only remove tokens. The Transformers capture reads the processed scores, so their supports are
-# exact; the engines do not know them. Each maps to the value that means "off".
-_TRANSFORMERS_TRUNCATION = {"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": None}
+def spell_off_alike(args: Any) -> None:
+    """Write "off" in `args` as every engine understands it.
 
-_SEARCH = "the completion is found by a search, not drawn token by token"
-_SHIFTS = "it moves the logits in a way that the trainer does not repeat"
-_FORCES = "it forces or forbids tokens by rules that the trainer does not repeat"
-_OWNED = "the capture sets it"
-
-# setting -> (values that leave the distribution alone, why any other value does not)
-_VLLM_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "repetition_penalty": ((None, 1.0), _SHIFTS),
-    "presence_penalty": ((None, 0.0), _SHIFTS),
-    "frequency_penalty": ((None, 0.0), _SHIFTS),
-    "logit_bias": ((None, {}), _SHIFTS),
-    "logits_processors": ((None, []), _SHIFTS),
-    "extra_args": ((None, {}), "custom logits processors read it"),
-    "bad_words": ((None, []), _FORCES),
-    "allowed_token_ids": ((None, []), _FORCES),
-    "structured_outputs": ((None,), _FORCES),
-    "guided_decoding": ((None,), _FORCES),
-    "thinking_token_budget": ((None,), _FORCES),
-    "n": ((None, 1), "the trainer asks for one completion for each prompt it repeats"),
-    "best_of": ((None, 1), _SEARCH),
-    "use_beam_search": ((None, False), _SEARCH),
-    "logprobs": ((), _OWNED),
-    "flat_logprobs": ((), _OWNED),
-    "logprob_token_ids": ((None,), _OWNED),
-    "prompt_logprobs": ((None,), "the engine returns nothing that the trainer could use"),
-}
-_VLLM_ENGINE_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "speculative_config": ((None,), "accepted draft tokens are not drawn from the recorded support"),
-    "logits_processors": ((None, []), _SHIFTS),
-    "logprobs_mode": (("processed_logprobs",), "the recorded log-probs would not be normalised over the support"),
-}
-_TRANSFORMERS_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "do_sample": ((None, True), "greedy decoding has nothing to replay"),
-    "num_beams": ((None, 1), _SEARCH),
-    "num_beam_groups": ((None, 1), _SEARCH),
-    "diversity_penalty": ((None, 0.0), _SEARCH),
-    "penalty_alpha": ((None, 0.0), _SEARCH),
-    "dola_layers": ((None,), _SEARCH),
-    "constraints": ((None,), _FORCES),
-    "force_words_ids": ((None,), _FORCES),
-    "num_return_sequences": ((None, 1), "the trainer asks for one completion for each prompt it repeats"),
-    "repetition_penalty": ((None, 1.0), _SHIFTS),
-    "encoder_repetition_penalty": ((None, 1.0), _SHIFTS),
-    "no_repeat_ngram_size": ((None, 0), _SHIFTS),
-    "encoder_no_repeat_ngram_size": ((None, 0), _SHIFTS),
-    "exponential_decay_length_penalty": ((None,), _SHIFTS),
-    "sequence_bias": ((None, {}), _SHIFTS),
-    "guidance_scale": ((None, 1, 1.0), _SHIFTS),
-    "watermarking_config": ((None,), _SHIFTS),
-    "logits_processor": ((None, []), _SHIFTS),
-    "bad_words_ids": ((None, []), _FORCES),
-    "forced_bos_token_id": ((None,), _FORCES),
-    "forced_eos_token_id": ((None,), _FORCES),
-    "suppress_tokens": ((None, []), _FORCES),
-    "begin_suppress_tokens": ((None, []), _FORCES),
-    "assistant_model": ((None,), "accepted draft tokens are not drawn from the recorded support"),
-    "prompt_lookup_num_tokens": ((None,), "accepted draft tokens are not drawn from the recorded support"),
-    "remove_invalid_values": ((None, False), "infinite and NaN logits are replaced without the trainer knowing"),
-}
+    `generate` fails at `top_k=-1`, and for `None` it takes the model's own default, which may truncate.
+    """
+    kwargs = dict(args.generation_kwargs or {})
+    for name, others, off in (("top_k", (None, -1), 0), ("top_p", (None,), 1.0)):
+        if getattr(args, name) in others:
+            setattr(args, name, off)
+        if kwargs.get(name, off) in others:
+            args.generation_kwargs = kwargs = {**kwargs, name: off}
 
 
 def sampling_settings(args: Any, generation_config: Any | None = None) -> SamplingSettings:
@@ -136,31 +97,101 @@ def sampling_settings(args: Any, generation_config: Any | None = None) -> Sampli
 
     Returns:
         The settings that a request will really carry.
+
+    Raises:
+        UnreplayableSettingError: for a value that a setting cannot have.
     """
+    settings, refused = _settings(args, generation_config)
+    if refused:
+        raise refused[0]
+    return settings
+
+
+def check_contract(args: Any, generation_config: Any | None = None) -> SamplingSettings:
+    """Refuse every setting that cannot be replayed exactly.
+
+    Args:
+        args: a `SupportReplayGRPOConfig`.
+        generation_config: the model's own `GenerationConfig`, when it is known.
+
+    Returns:
+        The normalised sampling settings. When they truncate nothing, there is nothing to replay.
+
+    Raises:
+        UnreplayableSettingError: naming the first setting that breaks the contract, its value and the way out.
+    """
+    settings, refused = find_refusals(args, generation_config)
+    if refused:
+        raise refused[0]
+    return settings
+
+
+def find_refusals(
+    args: Any, generation_config: Any | None = None
+) -> tuple[SamplingSettings, list[UnreplayableSettingError]]:
+    """As `check_contract`, with every refusal in the place of an error. A value that is refused counts as off."""
+    settings, refused = _settings(args, generation_config)
+    refused += _check_sampling(args, settings)
+    replays = settings.truncates or getattr(args, "routed_experts_replay", False)
+    own = vars(args)
+    tables = [trl.ALWAYS, trl.WITH_VLLM if args.use_vllm else trl.WITHOUT_VLLM]
+    for table in tables:
+        refused += _judge({k: v for k, v in own.items() if k in table}, table, "{}", settings.truncates, replays)
+    kwargs = args.generation_kwargs if isinstance(args.generation_kwargs, Mapping) else {}
+    table = vllm.REQUEST if args.use_vllm else generate.CONFIG
+    refused += _judge(kwargs, table, "generation_kwargs[{!r}]", settings.truncates, replays)
+    if args.use_vllm:
+        refused += _check_vllm(args, settings, replays)
+    elif generation_config is not None:
+        refused += _check_inherited(kwargs, generation_config, settings.truncates, replays)
+    return settings, refused
+
+
+def warnings_of(args: Any) -> Iterator[str]:
+    """What is not wrong, but hardly meant."""
+    colocated = args.use_vllm and args.vllm_mode == "colocate"
+    kwargs = {"generation_kwargs": args.generation_kwargs, "vllm_engine_kwargs": args.vllm_engine_kwargs}
+    for name, given in kwargs.items() if colocated else ():
+        seed = (given or {}).get("seed")
+        if seed is not None:
+            alike = "of a prompt" if name == "generation_kwargs" else "of a prompt that several processes sample"
+            yield (
+                f"{name}['seed']={seed!r}: completions {alike} come out alike, so their rewards do not differ. "
+                "Leave it out: `seed` itself makes a run repeatable."
+            )
+
+
+def _settings(args: Any, generation_config: Any | None) -> tuple[SamplingSettings, list[UnreplayableSettingError]]:
     given = {"temperature": args.temperature, "top_p": args.top_p, "top_k": args.top_k, "min_p": args.min_p}
     kwargs = args.generation_kwargs or {}
+    refused: list[UnreplayableSettingError] = []
     if not isinstance(kwargs, Mapping):
-        raise UnreplayableSettingError("generation_kwargs", kwargs, "it is not a dictionary", "Give names and values")
-    given.update({k: v for k, v in kwargs.items() if k in {*given, *_TRANSFORMERS_TRUNCATION}})
-    _check_numbers(given)
+        refused.append(UnreplayableSettingError("generation_kwargs", kwargs, *_NO_DICTIONARY))
+        kwargs = {}
+    given.update({name: value for name, value in kwargs.items() if name in given})
+    for error in _check_numbers(given):
+        refused.append(error)
+        given[error.setting] = 1.0 if error.setting == "temperature" else None
     other: list[str] = []
     if not args.use_vllm:
-        for name, off in _TRANSFORMERS_TRUNCATION.items():
-            value = given.get(name, getattr(generation_config, name, None))
-            if value is not None and value != off:
-                other.append(name)
+        for name, field in generate.CONFIG.items():
+            if field.effect is Effect.TRUNCATES and name not in given:
+                value = kwargs.get(name)
+                if not field.is_off(getattr(generation_config, name, None) if value is None else value):
+                    other.append(name)
         if given["min_p"] is None:
             given["min_p"] = getattr(generation_config, "min_p", None)
-    return SamplingSettings(
+    settings = SamplingSettings(
         temperature=float(given["temperature"]),
         top_p=1.0 if given["top_p"] is None else float(given["top_p"]),
         top_k=normalize_top_k(given["top_k"]),
         min_p=float(given["min_p"] or 0.0),
         other=tuple(other),
     )
+    return settings, refused
 
 
-def _check_numbers(given: Mapping[str, Any]) -> None:
+def _check_numbers(given: Mapping[str, Any]) -> Iterator[UnreplayableSettingError]:
     """Refuse what is no value of its setting. Left alone, it would switch truncation off, and replay with it."""
     rules: dict[str, tuple[Callable[[Any], bool], str]] = {
         "temperature": (lambda x: 0 <= x < math.inf, "Choose a number above 0"),
@@ -174,121 +205,112 @@ def _check_numbers(given: Mapping[str, Any]) -> None:
             continue
         number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         if not (number and holds(value)):
-            raise UnreplayableSettingError(name, value, "it is not a value of this setting", remedy)
+            yield UnreplayableSettingError(name, value, "it is not a value of this setting", remedy)
 
 
-def check_contract(args: Any, generation_config: Any | None = None) -> SamplingSettings:
-    """Refuse every setting that cannot be replayed exactly.
-
-    Args:
-        args: a `SupportReplayGRPOConfig`.
-        generation_config: the model's own `GenerationConfig`, when it is known.
-
-    Returns:
-        The normalised sampling settings. When they truncate nothing, there is nothing to replay and nothing is refused.
-
-    Raises:
-        UnreplayableSettingError: naming the first setting that breaks the contract, its value and the way out.
-    """
-    settings = sampling_settings(args, generation_config)
-    if not settings.truncates:
-        return settings
-    _check_sampling(args, settings)
-    generation_kwargs = dict(args.generation_kwargs or {})
-    if args.use_vllm:
-        _check_vllm(args, settings, generation_kwargs)
-    else:
-        _check_transformers(args, generation_kwargs, generation_config)
-    return settings
-
-
-def _check_sampling(args: Any, settings: SamplingSettings) -> None:
-    if settings.temperature <= 0:
-        raise UnreplayableSettingError(
+def _check_sampling(args: Any, settings: SamplingSettings) -> Iterator[UnreplayableSettingError]:
+    temperature = settings.temperature
+    if temperature <= 0:
+        yield UnreplayableSettingError(
             "temperature",
-            settings.temperature,
+            temperature,
             "greedy decoding draws from a single token, so every log-prob is 0 and nothing can be learned",
-            "Set a temperature above 0, or turn truncation off (top_k=0, top_p=1, min_p=0)",
+            "Set a temperature above 0",
         )
-    if settings.temperature != float(args.temperature):
-        raise UnreplayableSettingError(
+    elif args.use_vllm and temperature < _VLLM_LEAST_TEMPERATURE:
+        yield UnreplayableSettingError(
+            "temperature",
+            temperature,
+            f"vLLM samples at {_VLLM_LEAST_TEMPERATURE} instead, and the trainer would score at {temperature}",
+            f"Set a temperature of {_VLLM_LEAST_TEMPERATURE} or more",
+        )
+    if isinstance(args.temperature, int | float) and temperature != float(args.temperature):
+        yield UnreplayableSettingError(
             "generation_kwargs['temperature']",
-            settings.temperature,
+            temperature,
             f"the trainer scores at temperature={args.temperature}",
             "Set `temperature` itself and leave it out of `generation_kwargs`",
         )
     if settings.top_k == 1:
-        raise UnreplayableSettingError(
+        yield UnreplayableSettingError(
             "top_k",
             1,
             "every support would hold only the sampled token, so every log-prob is 0 and nothing can be learned",
             "Set top_k to 2 or more (20 is usual), or 0 to turn it off",
         )
-    if args.repetition_penalty != 1.0:
-        raise UnreplayableSettingError("repetition_penalty", args.repetition_penalty, _SHIFTS, "Set it to 1.0")
 
 
-def _check_vllm(args: Any, settings: SamplingSettings, generation_kwargs: Mapping[str, Any]) -> None:
-    if getattr(args, "vllm_mode", "colocate") == "server" and getattr(args, "vllm_engine_kwargs", None):
-        raise UnreplayableSettingError(
+def _check_vllm(args: Any, settings: SamplingSettings, replays: bool) -> Iterator[UnreplayableSettingError]:
+    engine_kwargs = getattr(args, "vllm_engine_kwargs", None) or {}
+    if not isinstance(engine_kwargs, Mapping):
+        yield UnreplayableSettingError("vllm_engine_kwargs", engine_kwargs, *_NO_DICTIONARY)
+        engine_kwargs = {}
+    in_server = getattr(args, "vllm_mode", "colocate") == "server"
+    if in_server and engine_kwargs:
+        yield UnreplayableSettingError(
             "vllm_engine_kwargs",
-            args.vllm_engine_kwargs,
+            engine_kwargs,
             "it reaches the colocated engine only, and vllm_mode is 'server'",
             "Give these settings to the server as flags",
         )
-    if settings.top_k == 0:
-        asked = {"top_p": settings.top_p} if settings.top_p < 1 else {"min_p": settings.min_p}
-        ((name, value),) = asked.items()
-        raise UnreplayableSettingError(
+        return
+    if settings.truncates and settings.top_k == 0:
+        name = "top_p" if settings.top_p < 1 else "min_p"
+        yield UnreplayableSettingError(
             name,
-            value,
+            getattr(settings, name),
             "without top_k nothing bounds the support, and vLLM reports only a bounded number of candidates",
             "Set top_k as well (for example top_k=100, which cuts little that top_p or min_p would keep), or use "
             "use_vllm=False, whose capture has no bound",
         )
-    if args.vllm_structured_outputs_regex is not None:
-        raise UnreplayableSettingError(
-            "vllm_structured_outputs_regex", args.vllm_structured_outputs_regex, _FORCES, "Leave it unset"
-        )
-    _refuse(generation_kwargs, _VLLM_REFUSED, "generation_kwargs[{!r}]")
-    _refuse(getattr(args, "vllm_engine_kwargs", None) or {}, _VLLM_ENGINE_REFUSED, "vllm_engine_kwargs[{!r}]")
-    max_logprobs = (getattr(args, "vllm_engine_kwargs", None) or {}).get("max_logprobs")
+    yield from _judge(engine_kwargs, vllm.ENGINE, "vllm_engine_kwargs[{!r}]", settings.truncates, replays)
+    max_logprobs = engine_kwargs.get("max_logprobs")
     if max_logprobs is not None and 0 <= max_logprobs < settings.top_k:
-        raise UnreplayableSettingError(
+        yield UnreplayableSettingError(
             "vllm_engine_kwargs['max_logprobs']",
             max_logprobs,
             f"it is smaller than top_k={settings.top_k}, so the engine could not report a whole support",
             "Leave it out (it is set for you) or make it larger than top_k",
         )
+    if not in_server:  # a server tells of its own
+        yield from installed_logits_processors()
 
 
-def _check_transformers(args: Any, generation_kwargs: Mapping[str, Any], generation_config: Any | None) -> None:
-    if args.use_transformers_continuous_batching:
-        raise UnreplayableSettingError(
-            "use_transformers_continuous_batching",
-            True,
-            "continuous batching does not give the processed scores of each step",
-            "Set it to False, or use use_vllm=True",
+def installed_logits_processors() -> Iterator[UnreplayableSettingError]:
+    """A refusal of each logits processor that vLLM loads because a package with it is installed here."""
+    for point in metadata.entry_points(group=_LOGITS_PROCESSORS):
+        package = point.dist.name if point.dist is not None else "an unnamed distribution"
+        yield UnreplayableSettingError(
+            f"the entry point {point.name} of {package} in {_LOGITS_PROCESSORS}",
+            point.value,
+            "vLLM loads this logits processor into each engine, without any setting",
+            f"Uninstall {package}",
         )
-    _refuse(generation_kwargs, _TRANSFORMERS_REFUSED, "generation_kwargs[{!r}]")
-    if generation_config is None:
-        return
-    # `generate` falls back to the model's own defaults for whatever TRL does not pass.
-    set_by_trl = {"do_sample", "temperature", "top_p", "top_k", "repetition_penalty", *generation_kwargs}
-    inherited = {
-        name: getattr(generation_config, name, None) for name in _TRANSFORMERS_REFUSED if name not in set_by_trl
-    }
-    _refuse(inherited, _TRANSFORMERS_REFUSED, "the model's generation_config.{}", remedy="Clear it there")
 
 
-def _refuse(
-    given: Mapping[str, Any],
-    table: Mapping[str, tuple[Iterable[Any], str]],
-    spelling: str,
-    remedy: str = "Leave it out",
-) -> None:
+def _check_inherited(
+    kwargs: Mapping[str, Any], generation_config: Any, truncates: bool, replays: bool
+) -> Iterator[UnreplayableSettingError]:
+    """`generate` falls back to the model's own defaults for whatever TRL leaves unset."""
+    set_by_trl = {"do_sample", "repetition_penalty"} | {name for name, value in kwargs.items() if value is not None}
+    # A model's file may hold more, which `generate` does not read.
+    read = [name for name in vars(type(generation_config)()) if name not in set_by_trl]
+    inherited = {name: getattr(generation_config, name, None) for name in read}
+    spelling = "the model's generation_config.{}"
+    for error in _judge(inherited, generate.CONFIG, spelling, truncates, replays):
+        yield UnreplayableSettingError(error.setting, error.value, error.reason, "Clear it there")
+
+
+def _judge(
+    given: Mapping[str, Any], table: Mapping[str, Field], spelling: str, truncates: bool, replays: bool
+) -> Iterator[UnreplayableSettingError]:
+    """A refusal of each setting that a table refuses or does not have."""
     for name, value in given.items():
-        if name in table:
-            harmless, reason = table[name]
-            if not any(value is h or (h is not None and value == h) for h in harmless):
-                raise UnreplayableSettingError(spelling.format(name), value, reason, remedy)
+        field = table.get(name)
+        refused: Refused | None
+        if field is None:
+            refused = None if value is None else unknown(name, table)
+        else:
+            refused = field.refused(value, truncates, replays)
+        if refused is not None:
+            yield UnreplayableSettingError(spelling.format(name), value, *refused)

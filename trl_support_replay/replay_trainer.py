@@ -74,6 +74,7 @@ class ReplayTrainer(GapChecks, PublishesTraces, _TRLTrainer):
     args: Any
     model: Any
     vllm_generation: Any
+    eos_token_ids: list[int]
 
     _sampled_elsewhere = False  # by an older policy: a gap is no fault
     _pass: ScoringPass | None = None
@@ -95,6 +96,9 @@ class ReplayTrainer(GapChecks, PublishesTraces, _TRLTrainer):
         if train_dataset is not None:
             check_dataset(train_dataset, "train_dataset")
         self.sampling_settings = check_contract(args, own_generation_config(model, args))
+        check_rollout = getattr(kwargs.get("rollout_func"), "check_settings", None)
+        if check_rollout is not None:
+            check_rollout(self.sampling_settings)
         check_tensor_parallel(model, args)
         self.replays_support = self.sampling_settings.truncates
         self.replays_routes = args.routed_experts_replay
@@ -159,11 +163,16 @@ class ReplayTrainer(GapChecks, PublishesTraces, _TRLTrainer):
         """Completions of `generate`, which calls the model's own, and their log-probs, which know their rows."""
         recorder = self._recorder
         assert recorder is not None
-        scores = ScoresRecorder(self.eos_token_ids, truncates=self.replays_support)
+        scores = ScoresRecorder(truncates=self.replays_support)
+
+        def cut_there_too(stop_ids: list[int]) -> None:
+            # TRL cuts completions at these, and takes those that end otherwise for truncated.
+            self.eos_token_ids = stop_ids or self.eos_token_ids
+
         with contextlib.ExitStack() as stack:
-            stack.enter_context(recording(self._base_model(), scores))
+            stack.enter_context(recording(self._base_model(), scores, cut_there_too))
             routing = stack.enter_context(self._routes.of(self.model).record()) if self.replays_routes else None
-            completion_ids = generate()
+            completion_ids = scores.trim(generate())
         routes: list[Any] = [None] * len(completion_ids)
         if routing is not None:
             lengths = [(len(p), len(c)) for p, c in zip(prompt_ids, completion_ids, strict=True)]

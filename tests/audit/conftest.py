@@ -23,7 +23,7 @@ def sample(model, *, temperature=1.0, said=None, top_p=0.9, routes=False, num=12
     """Traces of `num` completions; `said` is the temperature that they claim, where it is not the true one."""
     torch.manual_seed(seed)
     prompts = torch.randint(3, 90, (num, 6))
-    scores = ScoresRecorder([2], truncates=True)
+    scores = ScoresRecorder()
     replay = RouterReplay(model) if routes else None
     with recording(model, scores):
         if replay is None:

@@ -3,7 +3,15 @@
 import numpy as np
 import pytest
 import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, LogitsProcessor, LogitsProcessorList
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from trl_support_replay.capture.recorder import SupportCaptureError
 from trl_support_replay.capture.transformers_generate import ScoresRecorder, recording
@@ -65,7 +73,7 @@ def generate(model, recorder, **sampling):
 
 @pytest.mark.parametrize("sampling", SAMPLING, ids=str)
 def test_rows_and_logprobs_are_those_of_the_returned_scores(model, sampling):
-    recorder = ScoresRecorder([2])
+    recorder = ScoresRecorder()
     completions, scores = generate(model, recorder, **sampling)
     sizes = []
     for b, (logprobs, rows) in enumerate(recorder.collect(completions)):
@@ -79,7 +87,7 @@ def test_rows_and_logprobs_are_those_of_the_returned_scores(model, sampling):
 
 
 def test_without_truncation_only_the_sampled_token_is_kept(model):
-    recorder = ScoresRecorder([2], truncates=False)
+    recorder = ScoresRecorder(truncates=False)
     completions, scores = generate(model, recorder)
     for b, (logprobs, rows) in enumerate(recorder.collect(completions)):
         assert rows.to_lists() == [[token] for token in completions[b]]
@@ -88,7 +96,7 @@ def test_without_truncation_only_the_sampled_token_is_kept(model):
 
 
 def test_tokens_that_were_not_drawn_are_refused(model):
-    recorder = ScoresRecorder([2])
+    recorder = ScoresRecorder()
     completions, _ = generate(model, recorder, top_k=2)
     longest = max(completions, key=len)
     b = completions.index(longest)
@@ -98,7 +106,43 @@ def test_tokens_that_were_not_drawn_are_refused(model):
         recorder.collect([*completions[:b], [*longest[:-1], 7], *completions[b + 1 :]])
 
 
+class StopEachElsewhere(StoppingCriteria):
+    """Stops sequence `b` after `b + 2` tokens. `generate` draws on for it until the last one is done."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids.shape[1] - 4 >= torch.arange(len(input_ids)) + 2
+
+
+@pytest.mark.parametrize("truncates", [True, False])
+@pytest.mark.parametrize("stop", ["ids", "criteria"])
+def test_what_generate_fills_in_behind_an_end_is_trimmed(model, monkeypatch, stop, truncates):
+    monkeypatch.setattr(model.generation_config, "eos_token_id", None)
+    stops = list(range(20, 26)) if stop == "ids" else None
+    config = GenerationConfig(
+        do_sample=True, max_new_tokens=14, pad_token_id=5, eos_token_id=stops, top_k=0, top_p=0.8 if truncates else 1.0
+    )
+    given = StoppingCriteriaList([StopEachElsewhere()] if stops is None else [])
+    recorder, told = ScoresRecorder(truncates=truncates), []
+    torch.manual_seed(2)
+    with recording(model, recorder, told.append):
+        output = model.generate(torch.randint(3, 61, (5, 4)), generation_config=config, stopping_criteria=given)
+    filled = output[:, 4:].tolist()
+    trimmed = recorder.trim(filled)
+    assert told == [stops or []]
+    if stops is None:
+        assert [len(ids) for ids in trimmed] == [2, 3, 4, 5, 6]
+    for whole, ids in zip(filled, trimmed, strict=True):
+        assert ids == whole[: len(ids)]
+        assert stops is None or (not set(ids[:-1]) & set(stops) and (ids[-1] in stops or len(ids) == 14))
+    assert len({len(ids) for ids in trimmed}) > 2
+    for ids, (logprobs, rows) in zip(trimmed, recorder.collect(trimmed), strict=True):
+        assert len(rows) == len(logprobs) == len(ids) and rows.contains(np.array(ids)).all()
+    short = min(range(5), key=lambda b: len(trimmed[b]))
+    with pytest.raises(SupportCaptureError, match=f"stopped it after {len(trimmed[short])}"):
+        recorder.collect([*trimmed[:short], filled[short], *trimmed[short + 1 :]])
+
+
 def test_the_model_is_left_alone_after_an_error(model):
-    with pytest.raises(RuntimeError, match="boom"), recording(model, ScoresRecorder([2])):
+    with pytest.raises(RuntimeError, match="boom"), recording(model, ScoresRecorder()):
         raise RuntimeError("boom")
-    assert "_get_logits_processor" not in vars(model)
+    assert not {"_get_logits_processor", "_get_stopping_criteria"} & set(vars(model))

@@ -51,7 +51,7 @@ class FakeEngine:
         overlaps: how often weights were loaded while a request ran.
     """
 
-    def __init__(self, **config):
+    def __init__(self, vllm_config=(), **config):
         require("vllm")
         self.model_config = SimpleNamespace(
             **{
@@ -65,6 +65,7 @@ class FakeEngine:
             }
             | config
         )
+        self.vllm_config = {"model_config": config, **dict(vllm_config)}
         self.weights = None
         self.calls = []
         self.aborted = self.running = self.overlaps = self.loads = 0

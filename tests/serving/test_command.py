@@ -54,11 +54,30 @@ def test_on_a_cpu_reloading_means_float32(tmp_path):
         (["m", "--logprobs_mode=raw_logits"], "--logprobs-mode raw_logits"),
         (["m", "--worker-extension-cls", "a.B"], "--worker-extension-cls a.B"),
         (["m", "--api-server-count", "4"], "--api-server-count 4"),
+        (["m", "--speculative-config", '{"method": "ngram"}'], "--speculative-config .*draft"),
+        (["m", "-sc", '{"method": "ngram"}'], "--speculative-config .*draft"),
+        (["m", "--speculative_config.method=ngram"], "--speculative-config .*draft"),
+        (["m", "--speculative", '{"method": "ngram"}'], "--speculative-config .*draft"),
+        (["m", "--spec-method", "ngram"], "--spec-method ngram: .*draft"),
+        (["m", "--logits-processors", "my:Processor"], "--logits-processors .*my:Processor"),
+        (["m", "--watermark-config", '{"key": 7}'], "--watermark-config .*watermark"),
+        (["m", "--enable-trace-replay"], "--enable-trace-replay"),
+        (["m", "--scheduler-cls", "my.Scheduler"], "--scheduler-cls my.Scheduler"),
     ],
 )
-def test_options_that_would_break_recording_are_refused(arguments, says):
+def test_options_that_would_break_replay_or_recording_are_refused(arguments, says):
     with pytest.raises(ServeOptionError, match=says):
         serve_command(arguments, on_cpu=False)
+
+
+def test_options_of_a_file_are_read_as_well(tmp_path):
+    file = tmp_path / "serve.yaml"
+    file.write_text("port: 8001\nmax-logprobs: 50\n")
+    command, _ = serve_command(["m", "--config", str(file)], on_cpu=False)
+    assert "--max-logprobs" not in command and option(command, "--logprobs-mode") == "processed_logprobs"
+    file.write_text("speculative-config:\n  method: ngram\n  num_speculative_tokens: 3\n")
+    with pytest.raises(ServeOptionError, match="--speculative-config .*ngram"):
+        serve_command(["m", "--config", str(file)], on_cpu=False)
 
 
 def test_a_folder_of_weights_that_is_not_there_yet_is_made(tmp_path, caplog):

@@ -10,9 +10,11 @@ import numpy as np
 import orjson
 import pytest
 
+from trl_support_replay.contract import SamplingSettings, UnreplayableSettingError
 from trl_support_replay.serving import protocol
 from trl_support_replay.serving.pool import GenerationError, new_request_id
 from trl_support_replay.serving.protocol import GenerateRequest, decode_samples, encode_request
+from trl_support_replay.serving.servers import check_server
 
 from .fakes import FakeEngine, HTTPServer, foretold, routes_of, serving
 
@@ -108,6 +110,34 @@ def test_raw_logprobs_cannot_be_recorded(pool_of):
     with serving(HTTPServer(FakeEngine(logprobs_mode="raw_logprobs"))) as server:
         with pytest.raises(GenerationError, match="--logprobs-mode processed_logprobs"):
             pool_of(server.url).generate([request()])
+
+
+DRAFTS = {"speculative_config": {"method": "ngram"}}
+
+
+def test_an_engine_that_breaks_replay_records_nothing_and_tells_so(pool_of):
+    with serving(HTTPServer(FakeEngine(vllm_config=DRAFTS))) as server:
+        pool = pool_of(server.url)
+        for asked in (request(), request(support=False, routes_start=0)):
+            with pytest.raises(GenerationError, match="the engine's speculative_config=.*cannot be replayed"):
+                pool.generate([asked])
+        assert len(pool.generate([request(support=False)])) == 1  # evaluation needs no replay
+        with pytest.raises(UnreplayableSettingError, match=f"^{server.url}: the engine's speculative_config="):
+            check_server(pool.servers[0], SamplingSettings(top_k=8))
+
+
+@pytest.mark.parametrize("replay", [{"top_k": 8}, {}], ids=["replay", "stock"])
+def test_a_trainer_refuses_a_server_that_breaks_replay_at_its_construction(build, tiny_model_path, weights_dir, replay):
+    with serving(HTTPServer(FakeEngine(vllm_config=DRAFTS))) as server:
+        sync = {"weight_sync": "filesystem", "weight_sync_dir": str(weights_dir), "vllm_server_base_url": server.url}
+        with pytest.raises(UnreplayableSettingError, match=f"^{server.url}: the engine's speculative_config="):
+            build(tiny_model_path, use_vllm=True, vllm_mode="server", **sync, **replay)
+
+
+def test_a_top_k_above_the_servers_bound_is_refused_before_a_request(server, engine, pool_of):
+    with pytest.raises(UnreplayableSettingError, match="^top_k=65 cannot be replayed: .*at most 64 candidates"):
+        check_server(pool_of(server.url).servers[0], SamplingSettings(top_k=65))
+    assert not engine.calls
 
 
 def test_routes_need_a_model_that_has_them(pool_of):

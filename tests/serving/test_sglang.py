@@ -16,7 +16,7 @@ from starlette.routing import Route
 from transformers import AutoModelForCausalLM
 
 from trl_support_replay.capture.recorder import SupportCaptureError
-from trl_support_replay.capture.sglang_server import SGLangRollout, SGLangServer
+from trl_support_replay.capture.sglang_server import SGLangRollout, connect_sglang
 from trl_support_replay.commands.capture import main as capture
 from trl_support_replay.contract import UnreplayableSettingError
 from trl_support_replay.replay_check import ReplayGapError
@@ -32,18 +32,23 @@ from .fakes import AppServer, foretold, serving
 class SGLang:
     """The documented part of an SGLang server.
 
+    Args:
+        info: path of the server's description.
+        facts: what it tells beside its version; by default, as a release with `--sampling-mask-max-tokens`.
+
     Attributes:
         requests: bodies of the generation requests.
         change: applied to each output before it is sent.
     """
 
-    def __init__(self):
+    def __init__(self, info="/server_info", **facts):
+        self.facts = facts or {"sampling_mask_max_tokens": 4096, "speculative_algorithm": None}
         self.requests, self.loaded = [], []
         self.version = "default"
         self.change = lambda output: None
         self.app = Starlette(
             routes=[
-                Route("/get_server_info", lambda request: JSONResponse({"model_path": "fake", "version": "0.5.20"})),
+                Route(info, lambda request: JSONResponse({"model_path": "fake", "version": "0.5.20", **self.facts})),
                 Route("/generate", self.generate, methods=["POST"]),
                 Route("/update_weights_from_disk", self.load, methods=["POST"]),
             ]
@@ -56,6 +61,9 @@ class SGLang:
         known = {"temperature", "top_p", "top_k", "min_p", "max_new_tokens", "n", "stop_token_ids", "ignore_eos"}
         known.add("sampling_seed")
         assert sampling.keys() <= known and sampling["top_k"] != 0
+        capacity = self.facts.get("sampling_mask_max_tokens", 1 << 30)
+        if body["return_sampling_mask"] and not 1 <= sampling["top_k"] <= capacity:
+            return refusal("return_sampling_mask requires a finite top_k within sampling_mask_max_tokens")
         outputs = []
         for i in range(sampling["n"]):
             tokens, logprobs, rows = self.answer(body, i)
@@ -69,6 +77,8 @@ class SGLang:
             if body["return_logprob"]:
                 meta["output_token_logprobs"] = [[float(x) - 1, t, None] for x, t in zip(logprobs, tokens, strict=True)]
             if body["return_sampling_mask"]:
+                if max(rows.sizes) > capacity:
+                    return refusal("the sampling support is larger than sampling_mask_max_tokens")
                 meta["output_token_sampling_mask"] = rows.to_lists()
                 meta["output_token_sampling_logprobs"] = logprobs.tolist()
                 meta["output_token_sampling_mask_length"] = len(tokens)
@@ -79,7 +89,7 @@ class SGLang:
 
     def answer(self, body, index):
         sampling = body["sampling_params"]
-        top_k = sampling["top_k"] if sampling["top_k"] > 0 else 40
+        top_k = min(sampling["top_k"], 40) if sampling["top_k"] > 0 else 40
         return foretold(body["input_ids"], index, sampling["max_new_tokens"], top_k, self.version)[:3]
 
     async def load(self, request):
@@ -87,6 +97,10 @@ class SGLang:
         self.loaded.append(body)
         self.version = body["weight_version"]
         return JSONResponse({"success": True, "message": "", "num_paused_requests": 0})
+
+
+def refusal(message):
+    return JSONResponse({"error": {"message": message}}, status_code=400)
 
 
 @pytest.fixture
@@ -97,11 +111,12 @@ def sglang():
         yield fake
 
 
+async def connect(transport):
+    return await connect_sglang(transport, weights_dir="/shared")
+
+
 @pytest.fixture
 def pool(sglang, pool_of):
-    async def connect(transport):
-        return SGLangServer(transport, weights_dir="/shared")
-
     return pool_of(sglang.url, connect=connect)
 
 
@@ -120,8 +135,44 @@ def test_top_p_without_top_k_is_recorded_exactly(pool, sglang):
             tokens, logprobs, rows, _ = foretold(asked.prompt_ids, i, 9, 40, "default")
             assert sample.token_ids.tolist() == tokens and sample.support == rows
             np.testing.assert_array_equal(sample.logprobs, logprobs)
-    assert {body["sampling_params"]["top_k"] for body in sglang.requests} == {-1}
+    # The server wants a bound: one below its own, which leaves room for candidates that tie with the last.
+    assert {body["sampling_params"]["top_k"] for body in sglang.requests} == {3584}
     assert all(body["return_sampling_mask"] and not body["return_logprob"] for body in sglang.requests)
+
+
+@pytest.mark.parametrize("facts", [{}, {"sampling_mask_max_tokens": 8}])
+def test_a_bound_that_does_not_fit_is_refused_before_a_request(build, tiny_model_path, pool_of, facts):
+    """At construction of the trainer, and for each request: the server would answer with an error in the first step."""
+    fake = SGLang(version="0.5.16", **facts)
+    asked = {"top_k": 9} if facts else {"top_p": 0.8}
+    says = "at most 8 candidates" if facts else "only for a finite top_k"
+    with serving(AppServer(fake.app)) as server:
+        with pytest.raises(UnreplayableSettingError, match=f"^top_k=.*{says}"):
+            build(tiny_model_path, rollout_func=SGLangRollout([server.url], retry=QUICK), **asked)
+        with pytest.raises(GenerationError, match=says):
+            pool_of(server.url, connect=connect).generate([request(**asked)])
+        assert not fake.requests
+        assert build(tiny_model_path, rollout_func=SGLangRollout([server.url], retry=QUICK), top_k=8)
+
+
+def test_the_old_name_of_the_description_is_asked_for_as_well(pool_of):
+    fake = SGLang(info="/get_server_info", sampling_mask_max_tokens=4096)
+    with serving(AppServer(fake.app)) as server:
+        assert pool_of(server.url, connect=connect).servers[0].info["max_top_k"] == 4096
+
+
+@pytest.mark.parametrize(
+    ("facts", "says"),
+    [
+        ({"speculative_algorithm": "EAGLE"}, "speculative_algorithm='EAGLE' cannot be replayed"),
+        ({"preferred_sampling_params": '{"repetition_penalty": 1.1}'}, "it shifts logits"),
+        ({"preferred_sampling_params": {"new_knob": 1}}, "it is unknown here"),
+    ],
+)
+def test_settings_of_the_server_that_change_the_distribution_are_refused(build, tiny_model_path, facts, says):
+    with serving(AppServer(SGLang(sampling_mask_max_tokens=4096, **facts).app)) as server:
+        with pytest.raises(UnreplayableSettingError, match=f"^{server.url}: .*{says}"):
+            build(tiny_model_path, rollout_func=SGLangRollout([server.url], retry=QUICK), top_k=8)
 
 
 def test_evaluation_never_asks_for_masks(pool, sglang):
@@ -133,7 +184,7 @@ def test_evaluation_never_asks_for_masks(pool, sglang):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("frequency_penalty", 0.1), ("repetition_penalty", 1.1), ("logit_bias", {"1": 2.0}), ("regex", "a+")],
+    [("frequency_penalty", 0.1), ("repetition_penalty", 1.1), ("logit_bias", {"1": 2.0}), ("regex", "a+"), ("knob", 1)],
 )
 def test_what_the_trainer_does_not_repeat_is_refused(pool, sglang, name, value):
     with pytest.raises(GenerationError) as error:
@@ -253,7 +304,7 @@ def test_it_trains_as_a_rollout_func(build, tiny_model_path, tmp_path, truncatio
     assert all(entry["sampling/importance_sampling_ratio_raw/mean"] == pytest.approx(1, abs=1e-3) for entry in log)
     assert any(entry["support/size_mean"] > 1 for entry in log)
     assert [body["weight_version"][-7:] for body in fake.loaded] == ["-000000", "-000001", "-000002"]
-    assert {body["sampling_params"]["top_k"] for body in fake.requests} == {truncation.get("top_k", -1)}
+    assert {body["sampling_params"]["top_k"] for body in fake.requests} == {truncation.get("top_k", 3584)}
     assert [path.name for path in (tmp_path / "weights").glob("[!.]*")] == [fake.version]
 
 

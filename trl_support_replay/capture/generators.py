@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ..built_engine import check_engine
 from ..contract import SamplingSettings
 from ..traces.columns import Trace
 from ..traces.support import SupportRows
@@ -58,17 +59,17 @@ class TransformersGenerator:
         loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
         self._model = loaded.to(self._device).eval()
         eos = self._model.generation_config.eos_token_id
-        self._eos = [eos] if isinstance(eos, int) else list(eos or [])
+        stop_ids = [eos] if isinstance(eos, int) else list(eos or [])
         settings = request.settings
         self._config = GenerationConfig(
             do_sample=True,
             temperature=settings.temperature,
             top_p=settings.top_p,
             top_k=settings.top_k,
-            min_p=settings.min_p or None,
+            min_p=settings.min_p,
             max_new_tokens=request.max_tokens,
-            eos_token_id=self._eos,
-            pad_token_id=self._eos[0] if self._eos else 0,
+            eos_token_id=stop_ids or None,
+            pad_token_id=stop_ids[0] if stop_ids else 0,
             repetition_penalty=1.0,
         )
 
@@ -80,11 +81,11 @@ class TransformersGenerator:
         width = max(map(len, rows))
         ids = torch.tensor([[0] * (width - len(r)) + r for r in rows], device=self._device)
         mask = torch.tensor([[0] * (width - len(r)) + [1] * len(r) for r in rows], device=self._device)
-        recorder = ScoresRecorder(self._eos)
+        recorder = ScoresRecorder()
         torch.manual_seed(self._request.seed + batch)
         with torch.no_grad(), recording(self._model, recorder):
             output = self._model.generate(ids, attention_mask=mask, generation_config=self._config)
-        completions = [_until(row, self._eos) for row in output[:, width:].tolist()]
+        completions = recorder.trim(output[:, width:].tolist())
         return [
             _trace(prompt, completion, logprobs, supports)
             for prompt, completion, (logprobs, supports) in zip(
@@ -118,6 +119,7 @@ class VLLMGenerator:
         extra: dict[str, Any] = {"return_sampling_mask": True} if self._native else {"max_logprobs": self._width}
         settings: dict[str, Any] = {"model": model, "dtype": dtype, "logprobs_mode": "processed_logprobs"}
         self._llm = LLM(**(settings | extra | engine))
+        check_engine(self._llm.llm_engine.vllm_config)
 
     def generate(self, prompts: Sequence[Sequence[int]], batch: int) -> list[Trace]:
         from vllm import SamplingParams
@@ -161,11 +163,3 @@ def _trace(prompt: Sequence[int], completion: Sequence[int], logprobs: np.ndarra
         np.asarray(logprobs, np.float32),
         supports,
     )
-
-
-def _until(row: list[int], eos: Sequence[int]) -> list[int]:
-    """The tokens up to and with the first end of sequence."""
-    for t, token in enumerate(row):
-        if token in eos:
-            return row[: t + 1]
-    return row

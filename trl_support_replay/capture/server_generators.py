@@ -9,7 +9,7 @@ import numpy as np
 
 from ..serving.pool import ServerPool, new_request_id
 from ..serving.protocol import GenerateRequest
-from ..serving.servers import Server, connect_vllm
+from ..serving.servers import Server, check_server, connect_vllm
 from ..serving.transport import Transport
 from ..traces.columns import Trace
 from .generators import CaptureRequest
@@ -31,6 +31,8 @@ class ServerGenerator:
         self.name = engine
         self._request = request
         self._pool = ServerPool(urls, api_key=os.environ.get("VLLM_API_KEY"), connect=_CONNECT[engine])
+        for server in self._pool.servers:
+            check_server(server, request.settings)
         versions = {str(server.info.get("engine_version") or "unknown") for server in self._pool.servers}
         self.version = ", ".join(sorted(versions))
 

@@ -6,7 +6,9 @@ could have drawn and the sampled token's log-prob among them:
     meta_info["output_token_sampling_mask"]      [T] lists of ids, ragged
     meta_info["output_token_sampling_logprobs"]  [T]
 
-The mask is the sampler's own, so it is exact, and top-p or min-p may be used without top-k.
+The mask is the sampler's own, so it is exact. The server wants a finite top-k with it, and ends a request whose support
+is larger than its `--sampling-mask-max-tokens`. A release that tells this bound in `/server_info` is sent a top-k below
+it when the trainer sets none, so top-p and min-p may be used alone; with another release, top-k has to be set.
 """
 
 from __future__ import annotations
@@ -18,32 +20,26 @@ from typing import Any
 import numpy as np
 import orjson
 
+from ..built_engine import described
 from ..collect import ROLLOUT_KEY
-from ..contract import UnreplayableSettingError, normalize_top_k
+from ..contract import SamplingSettings, UnreplayableSettingError, normalize_top_k
+from ..sampling_table import unknown
+from ..sampling_table.sglang import REQUEST
 from ..serving.pool import ServerPool, new_request_id
 from ..serving.protocol import GenerateRequest, MessageError, Sample
-from ..serving.transport import Retry, Transport
+from ..serving.servers import check_server
+from ..serving.transport import Retry, ServerRefusalError, Transport
 from ..serving.weights import VersionedWeights
 from ..traces.support import SupportError, SupportRows
 from .recorder import SupportCaptureError
 from .weight_sync import on_main, versions_of_run
 
 _GENERATE = "/generate"
-_INFO = "/get_server_info"
+_INFO = "/server_info"
+_OLD_INFO = "/get_server_info"
 _UPDATE = "/update_weights_from_disk"
 # Names of ours that SGLang calls otherwise.
 _NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
-_REFUSED = {
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "logit_bias": None,
-    "custom_params": None,
-    "json_schema": None,
-    "regex": None,
-    "ebnf": None,
-    "structural_tag": None,
-}
 _OWNED = ("temperature", "top_p", "top_k", "min_p")
 _MAX_N = 256
 
@@ -54,14 +50,19 @@ class SGLangServer:
     Args:
         transport: connections to it.
         weights_dir: the folder of weights, as the server sees it; `None` when it loads none.
+        facts: what its `/server_info` tells.
     """
 
-    def __init__(self, transport: Transport, weights_dir: str | None):
+    def __init__(self, transport: Transport, weights_dir: str | None, facts: Mapping[str, Any]):
         self.url = transport.url
         self.capture = "native"
         self.info: dict[str, Any] = {
             "dtype": None,
+            "engine_version": facts.get("version"),
             "logprobs_mode": None,
+            "unreplayable": _unreplayable(facts),
+            "max_top_k": facts.get("sampling_mask_max_tokens"),
+            "needs_top_k": facts.get("sampling_mask_max_tokens") is None,
             "max_n": _MAX_N,
             "weight_reload": weights_dir is not None,
             "versions": weights_dir is not None,
@@ -74,11 +75,16 @@ class SGLangServer:
         """The samples of one request.
 
         Raises:
-            UnreplayableSettingError: for sampling parameters under which the mask is not the whole story.
+            UnreplayableSettingError: for sampling parameters under which the mask is not the whole story, or without a
+                top_k that the server needs.
             SupportCaptureError: when the answer lacks the mask, or the mask does not fit the tokens.
         """
         sampling = {_NAMES.get(name, name): value for name, value in request.sampling.items() if value is not None}
         top_k = normalize_top_k(sampling.get("top_k"))
+        if request.support:
+            _check_sampling(sampling, truncates=True)
+            check_server(self, SamplingSettings(top_k=top_k, top_p=sampling.get("top_p", 1.0)))
+            top_k = top_k or self._bound()
         body = {
             "rid": request.request_id,
             "input_ids": request.prompt_ids.tolist(),
@@ -87,11 +93,14 @@ class SGLangServer:
             "return_logprob": not request.support,
             "return_sampling_mask": request.support,
         }
-        if request.support:
-            _check_sampling(sampling)
         return await self._transport.call(
             "POST", _GENERATE, orjson.dumps(body), lambda answer: _read_answer(answer, request), signed=False
         )
+
+    def _bound(self) -> int:
+        """The top_k that stands for none: an eighth below the server's bound, for candidates that tie with the last."""
+        largest: int = self.info["max_top_k"]
+        return max(largest - largest // 8, 1)
 
     async def set_weights(self, version: str, reload: bool) -> None:
         """Let the server load a version of the weights from the shared folder."""
@@ -105,10 +114,13 @@ class SGLangServer:
 
 async def connect_sglang(transport: Transport, weights_dir: str | None = None) -> SGLangServer:
     """The SGLang server behind `transport`, once it is up."""
-    facts = await transport.call("GET", _INFO, None, _read_object, signed=False)
-    server = SGLangServer(transport, weights_dir)
-    server.info["engine_version"] = facts.get("version")
-    return server
+    try:
+        facts = await transport.call("GET", _INFO, None, _read_object, signed=False)
+    except ServerRefusalError as refusal:
+        if refusal.status != 404:
+            raise
+        facts = await transport.call("GET", _OLD_INFO, None, _read_object, signed=False)
+    return SGLangServer(transport, weights_dir, facts)
 
 
 class SGLangRollout:
@@ -161,6 +173,8 @@ class SGLangRollout:
             self._sync(trainer)
         self._pool.first_server = trainer.accelerator.process_index
         support = trainer.replays_support and trainer.model.training
+        if trainer.model.training and not support:
+            _check_sampling(self._sampling_params, truncates=False)
         prompt_ids = [_tokenize(prompt, trainer) for prompt in prompts]
         requests = [
             GenerateRequest(
@@ -181,6 +195,15 @@ class SGLangRollout:
         if support:
             output[ROLLOUT_KEY] = [sample.support for sample in samples]
         return output
+
+    def check_settings(self, settings: SamplingSettings) -> None:
+        """What the trainer asks at its construction: whether the servers record supports under these settings.
+
+        Raises:
+            UnreplayableSettingError: naming the setting and the server.
+        """
+        for server in self._pool.servers:
+            check_server(server, settings)
 
     def _sampling(self, trainer: Any) -> dict[str, Any]:
         if trainer.args.generation_kwargs:
@@ -229,16 +252,28 @@ class SGLangRollout:
         self._version, self._loaded_step = version, step
 
 
-def _check_sampling(sampling: Mapping[str, Any]) -> None:
-    for name, harmless in _REFUSED.items():
-        value = sampling.get(name)
-        if value is not None and value != harmless:
-            raise UnreplayableSettingError(
-                f"sampling_params[{name!r}]",
-                value,
-                "it changes the distribution in a way that the trainer does not repeat",
-                "Leave it out",
-            )
+def _check_sampling(sampling: Mapping[str, Any], truncates: bool) -> None:
+    for name, value in sampling.items():
+        refused = REQUEST[name].refused(value, truncates) if name in REQUEST else unknown(name, REQUEST)
+        if refused is not None:
+            raise UnreplayableSettingError(f"sampling_params[{name!r}]", value, *refused)
+
+
+def _unreplayable(facts: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Settings of the server that change what its requests draw from."""
+    refused = []
+    drafts = facts.get("speculative_algorithm")
+    if drafts is not None:
+        reason = "it is not established that accepted draft tokens are drawn from the recorded support"
+        refused.append(UnreplayableSettingError("speculative_algorithm", drafts, reason, "Start the server without"))
+    preferred = facts.get("preferred_sampling_params") or {}
+    try:
+        _check_sampling(orjson.loads(preferred) if isinstance(preferred, str) else preferred, truncates=True)
+    except (UnreplayableSettingError, orjson.JSONDecodeError, AttributeError) as error:
+        reason = f"the server adds it to every request, and {getattr(error, 'reason', error)}"
+        remedy = "Start the server without"
+        refused.append(UnreplayableSettingError("preferred_sampling_params", preferred, reason, remedy))
+    return described(refused)
 
 
 def _check_further(sampling_params: Mapping[str, Any]) -> None:
@@ -250,7 +285,7 @@ def _check_further(sampling_params: Mapping[str, Any]) -> None:
                 f"{name} comes from the trainer's configuration, and the trainer scores with that",
                 f"Set {name} there and leave it out here",
             )
-    _check_sampling(sampling_params)
+    _check_sampling(sampling_params, truncates=True)
 
 
 def _tokenize(prompt: Any, trainer: Any) -> list[int]:

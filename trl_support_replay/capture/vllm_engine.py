@@ -22,6 +22,7 @@ from packaging.version import Version
 from transformers.core_model_loading import revert_weight_conversion
 from trl.generation.vllm_generation import VLLMGeneration
 
+from ..built_engine import check_engine
 from ..contract import SamplingSettings
 from ..environment import VLLM, check_seam, installed
 from ..rebind import rebound
@@ -184,6 +185,9 @@ class SupportVLLMGeneration(EngineFixes):
         routes_missing: `"error"` or `"live"`, for requests with fewer routes than tokens.
         recorder: returns the recorder of the current generation batch, or `None` when nothing is to be recorded
             (evaluation).
+
+    Raises:
+        UnreplayableSettingError: when the engine, once it is built, samples in a way that cannot be replayed.
     """
 
     def __init__(
@@ -213,6 +217,11 @@ class SupportVLLMGeneration(EngineFixes):
         elif self.capture == "logprobs":
             kwargs.setdefault("max_logprobs", self._settings.top_k + TIE_SLACK)
         return kwargs
+
+    def _init_vllm(self) -> None:
+        super()._init_vllm()
+        if self.mode == "colocate":
+            check_engine(self.llm.llm_engine.vllm_config)
 
     def _request_kwargs(self) -> dict[str, Any]:
         """Sampling parameters that make the engine report supports."""

@@ -18,7 +18,7 @@ from ..routing import RouterReplay
 from ..serving.pool import ServerPool, new_request_id
 from ..serving.prefixes import PrefixIndex
 from ..serving.protocol import GenerateRequest, Sample
-from ..serving.servers import connect_vllm
+from ..serving.servers import check_server, connect_vllm
 from ..serving.transport import Retry
 from ..traces.routes import RoutedExperts
 from ..traces.support import SupportRows
@@ -126,6 +126,7 @@ class SupportVLLMServerGeneration(CheckpointWeights):
         self.engine_dtype: str | None = self._same("dtype")
         self._max_n = min(server.info["max_n"] for server in self.pool.servers)
         for server in self.pool.servers:
+            check_server(server, self._settings)
             if self._support_capture not in ("auto", server.capture):
                 raise ValueError(
                     f"support_capture={self._support_capture!r}, but {server.url} reports supports by its "

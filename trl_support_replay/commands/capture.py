@@ -7,6 +7,7 @@ goes on where it was, and ends with the same traces as a run that was not stoppe
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -117,8 +118,14 @@ def main(argv: Sequence[str]) -> int:
 def _settings(args: argparse.Namespace) -> Any:
     from types import SimpleNamespace
 
+    from transformers import GenerationConfig
+
     from ..contract import check_contract
 
+    inherited = None
+    if args.engine == "transformers":  # takes what is not stated from the model's own defaults
+        with contextlib.suppress(OSError):
+            inherited = GenerationConfig.from_pretrained(args.model)
     settings = check_contract(
         SimpleNamespace(
             temperature=args.temperature,
@@ -128,9 +135,10 @@ def _settings(args: argparse.Namespace) -> Any:
             repetition_penalty=1.0,
             generation_kwargs=None,
             use_vllm=args.engine.startswith("vllm"),
-            vllm_structured_outputs_regex=None,
-            use_transformers_continuous_batching=False,
-        )
+            vllm_mode="server" if args.server_url else "colocate",
+            vllm_engine_kwargs=args.engine_kwargs if args.engine == "vllm" else None,
+        ),
+        inherited,
     )
     if not settings.truncates:
         raise CommandError("Nothing is truncated, so there are no supports to record. Set --top_k, --top_p or --min_p.")

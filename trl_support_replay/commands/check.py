@@ -54,6 +54,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _summary(verdict: Any) -> str:
+    if not verdict.sampling.truncates and verdict.refused:
+        return "nothing is truncated, but scores over the whole vocabulary would be wrong by what is refused."
     if not verdict.sampling.truncates:
         return "nothing is truncated, so there is nothing to replay; training would be stock GRPO."
     if verdict.refused:

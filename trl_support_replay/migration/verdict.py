@@ -7,28 +7,12 @@ import dataclasses
 import difflib
 import json
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from ..contract import SamplingSettings, UnreplayableSettingError, check_contract
-
-# What to put in the place of a refused setting to find the next one.
-_HARMLESS: dict[str, Any] = {
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": None,
-    "repetition_penalty": 1.0,
-    "vllm_structured_outputs_regex": None,
-    "use_transformers_continuous_batching": False,
-    "vllm_engine_kwargs": None,
-    "generation_kwargs": None,
-}
-# A bound under which vLLM reports whole supports, for going on after that refusal.
-_TOP_K = 100
+from ..contract import SamplingSettings, UnreplayableSettingError, find_refusals
 
 
 @dataclass(frozen=True)
@@ -36,7 +20,7 @@ class Verdict:
     """What would happen to one configuration.
 
     Attributes:
-        sampling: the settings that a request would carry, as they were written where a refusal asks for another one.
+        sampling: the settings that a request would carry; a value that a setting cannot have counts as off.
         refused: every refusal, in the order in which they would be met.
         corrects: how TRL uses the ratio of policy to sampler today: "sequence", "token", or `None` when it takes none.
         misspelt: names that no configuration has, with the one that each is close to.
@@ -68,19 +52,10 @@ def judge(values: Mapping[str, Any], algorithm: str = "GRPO") -> Verdict:
     for name, value in values.items():
         if name in fields:
             setattr(args, name, dict(value) if isinstance(value, dict) else _mapping(value))
-    written_top_k = args.top_k
-    sampling, refused = None, []
-    while sampling is None:
-        try:
-            sampling = check_contract(args)
-        except UnreplayableSettingError as error:
-            refused.append(error)
-            _make_harmless(args, error)
+    sampling, refused = find_refusals(args)
     if rloo and args.use_vllm and args.vllm_mode == "server" and sampling.truncates:
         reason, remedy = "RLOO is replayed in the training processes only", "Set it to 'colocate', or use GRPO"
         refused.append(UnreplayableSettingError("vllm_mode", "server", reason, remedy))
-    if args.top_k != written_top_k and any(error.setting in ("top_p", "min_p") for error in refused):
-        sampling = dataclasses.replace(sampling, top_k=0)  # the bound was not the user's
     # RLOO takes no notice of the engine's log-probs.
     corrected = not rloo and args.use_vllm and args.vllm_importance_sampling_correction
     return Verdict(
@@ -120,15 +95,3 @@ def _default(field: Any) -> Any:
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return None if field.default is dataclasses.MISSING else field.default
-
-
-def _make_harmless(args: Any, error: UnreplayableSettingError) -> None:
-    inside = re.fullmatch(r"(\w+)\['(\w+)'\]", error.setting)
-    if inside:
-        getattr(args, inside[1]).pop(inside[2])
-    elif args.use_vllm and error.setting in ("top_p", "min_p") and not (args.top_k or 0) > 0:
-        args.top_k = _TOP_K
-    else:
-        setattr(args, error.setting, _HARMLESS[error.setting])
-        # What stands in generation_kwargs wins over the setting of the same name.
-        (args.generation_kwargs or {}).pop(error.setting, None)

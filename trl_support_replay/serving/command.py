@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
+from ..contract import installed_logits_processors
 from ..environment import check_supported
+from ..sampling_table.vllm import ENGINE
 from .settings import ServerSettingError, ServerSettings, variable
 
 logger = logging.getLogger(__name__)
@@ -67,8 +72,8 @@ def serve_command(argv: Sequence[str], on_cpu: bool) -> tuple[list[str], dict[st
         on_cpu: whether vLLM runs on a CPU here.
 
     Raises:
-        ServeOptionError: for options that would break recording or reloading, bounds below 1, or a folder of weights
-            that cannot be made; naming option, value and way out.
+        ServeOptionError: for options that would break replay, recording or reloading, bounds below 1, or a folder of
+            weights that cannot be made; naming option, value and way out.
     """
     if not argv or argv[0].startswith("-"):
         if {"-h", "--help"} & set(argv):
@@ -77,18 +82,23 @@ def serve_command(argv: Sequence[str], on_cpu: bool) -> tuple[list[str], dict[st
     # Behind options that only vLLM knows, MODEL could not be told from the value of one.
     model = argv[0]
     own, passed = parser().parse_known_args(list(argv[1:]))
-    given = _values(passed)
-    _refuse(given, "--logprobs-mode", {"processed_logprobs"}, "recorded log-probs are those of the processed logits")
-    _refuse(given, "--worker-extension-cls", set(), "the reload of weights has its place")
-    _refuse(given, "--api-server-count", {"1"}, "each front end would have its own idea of which weights are loaded")
+    given = _given(model, passed)
+    for name, value in given.items():
+        why = ENGINE[name].refused(value) if name in ENGINE else None
+        if why is not None:
+            raise ServeOptionError(f"--{name.replace('_', '-')} {value}: {why.reason}. {why.remedy}.")
+    for error in installed_logits_processors():
+        raise ServeOptionError(str(error))
+    _refuse(given, "worker_extension_cls", set(), "the reload of weights has its place")
+    _refuse(given, "api_server_count", {"1"}, "each front end would have its own idea of which weights are loaded")
     added = ["--middleware", MIDDLEWARE, "--worker-extension-cls", WORKER_EXTENSION]
-    if "--logprobs-mode" not in given:
+    if "logprobs_mode" not in given:
         added += ["--logprobs-mode", "processed_logprobs"]
-    if "--max-logprobs" not in given:
+    if "max_logprobs" not in given:
         added += ["--max-logprobs", str(_MAX_LOGPROBS)]
     if on_cpu and own.weights_dir is not None:
-        _refuse(given, "--dtype", {"float32"}, "on a CPU a reload of a half-precision engine has no effect")
-        if "--dtype" not in given:
+        _refuse(given, "dtype", {"float32"}, "on a CPU a reload of a half-precision engine has no effect")
+        if "dtype" not in given:
             added += ["--dtype", "float32"]
     settings = _settings(own)
     command = [sys.executable, "-m", *_entry(model, given), *passed, *added]
@@ -125,30 +135,37 @@ def _settings(own: argparse.Namespace) -> ServerSettings:
         raise ServeOptionError(f"--{_BOUND}{error.field}".replace("_", "-") + f" {error.problem}") from None
 
 
-def _entry(model: str, given: Mapping[str, str]) -> list[str]:
+def _entry(model: str, given: Mapping[str, Any]) -> list[str]:
     """Module and first arguments of vLLM's server."""
     try:
         metadata.version("vllm")
     except metadata.PackageNotFoundError:
         # The build for CPUs has another name, under which the `vllm` command does not start.
         return ["vllm.entrypoints.openai.api_server", "--model", model]
-    single = [] if "--api-server-count" in given else ["--api-server-count", "1"]
+    single = [] if "api_server_count" in given else ["--api-server-count", "1"]
     return ["vllm.entrypoints.cli.main", "serve", model, *single]
 
 
-def _values(arguments: Sequence[str]) -> dict[str, str]:
-    """Value of each option, whether written `--name value` or `--name=value`, with `-` for `_`."""
-    values = {}
-    for i, argument in enumerate(arguments):
-        if argument.startswith("--"):
-            name, _, value = argument.partition("=")
-            if not _ and i + 1 < len(arguments) and not arguments[i + 1].startswith("--"):
-                value = arguments[i + 1]
-            values[name.replace("_", "-")] = value
-    return values
+def _given(model: str, passed: Sequence[str]) -> dict[str, Any]:
+    """The options of vLLM that were given, by name, in whatever spelling and place vLLM's own parser knows."""
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = _vllm_arguments()(FlexibleArgumentParser(prog="vllm serve"))
+    # An attribute that is there already gets no default, and so what was given can be told, a default's value too.
+    not_given = argparse.Namespace(**{action.dest: None for action in parser._actions})
+    values = vars(parser.parse_args(["--model", model, *passed], namespace=not_given))
+    return {name: value for name, value in values.items() if value is not None and name != "model"}
 
 
-def _refuse(given: Mapping[str, str], option: str, allowed: set[str], reason: str) -> None:
-    if option in given and given[option] not in allowed:
+def _vllm_arguments() -> Callable[[argparse.ArgumentParser], argparse.ArgumentParser]:
+    """The function that adds the options of vLLM's server to a parser. Releases keep it in different places."""
+    for place in ("vllm.entrypoints.launchers.cli_args", "vllm.entrypoints.openai.cli_args"):
+        with contextlib.suppress(ModuleNotFoundError):
+            return importlib.import_module(place).make_arg_parser
+    raise ServeOptionError("The options of this vLLM's server were not found. Install a supported release.")
+
+
+def _refuse(given: Mapping[str, Any], name: str, allowed: set[str], reason: str) -> None:
+    if name in given and str(given[name]) not in allowed:
         remedy = f"Leave it out or set it to {' or '.join(sorted(allowed))}" if allowed else "Leave it out"
-        raise ServeOptionError(f"{option} {given[option]}: {reason}. {remedy}.")
+        raise ServeOptionError(f"--{name.replace('_', '-')} {given[name]}: {reason}. {remedy}.")

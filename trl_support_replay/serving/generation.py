@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from ..built_engine import described, engine_refusals
 from ..capture.recorder import SupportCaptureError
 from ..capture.vllm_outputs import TIE_SLACK, read_flat_logprobs, read_sampled_logprobs, read_sampling_mask
 from ..contract import SamplingSettings, UnreplayableSettingError, check_contract
+from ..sampling_table.vllm import REQUEST
 from .errors import Refusal
 from .gate import WeightsGate
 from .protocol import PLAIN_FIELDS, SAMPLING_FIELDS, GenerateRequest, Sample
@@ -34,6 +36,7 @@ class Generator:
         self._config = engine.model_config
         self._native = bool(getattr(self._config, "return_sampling_mask", False))
         self._vocab_size = self._config.get_vocab_size()
+        self._unreplayable = engine_refusals(engine.vllm_config)
         self._logprobs_mode = str(getattr(self._config.logprobs_mode, "value", self._config.logprobs_mode))
 
     def describe(self) -> dict[str, Any]:
@@ -48,6 +51,7 @@ class Generator:
             "max_model_len": self._config.max_model_len,
             "max_top_k": self._max_top_k(),
             "logprobs_mode": self._logprobs_mode,
+            "unreplayable": described(self._unreplayable),
             "routes": self._has_routes(),
             "max_n": self._settings.max_n,
             "max_tokens": self._settings.max_tokens,
@@ -138,6 +142,9 @@ class Generator:
         bounds = self._settings
         _check_bound("n", request.n, 1, bounds.max_n)
         sampling = dict(request.sampling)
+        if request.support or request.routes_start is not None:
+            for error in self._unreplayable:
+                raise Refusal(400, "unreplayable", str(error), setting=error.setting)
         settings = self._check_contract(sampling) if request.support else SamplingSettings()
         known = SAMPLING_FIELDS if request.support else PLAIN_FIELDS
         for name, value in sampling.items():
@@ -183,21 +190,13 @@ class Generator:
             if name in sampling:
                 _check_type(name, sampling[name], SAMPLING_FIELDS[name], self._vocab_size)
         own = {name: sampling.get(name) for name in ("top_p", "top_k", "min_p")}
-        if self._logprobs_mode != "processed_logprobs":
-            raise Refusal(
-                400,
-                "unreplayable",
-                f"logprobs_mode={self._logprobs_mode!r}: the recorded log-probs would not be normalised over the "
-                "support. Start the server with --logprobs-mode processed_logprobs.",
-                setting="logprobs_mode",
-            )
         args = SimpleNamespace(
             **own,
             temperature=sampling.get("temperature", 1.0),
             repetition_penalty=sampling.get("repetition_penalty", 1.0),
-            generation_kwargs={k: v for k, v in sampling.items() if k not in own},
+            # The check that follows this one names those that vLLM does not have.
+            generation_kwargs={k: v for k, v in sampling.items() if k not in own and k in REQUEST},
             use_vllm=True,
-            vllm_structured_outputs_regex=None,
         )
         try:
             settings = check_contract(args)

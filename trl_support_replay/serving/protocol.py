@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import orjson
 
+from ..sampling_table.vllm import REQUEST
 from ..traces.support import SupportError, SupportRows
 from ..traces.wire import WireError, dumps, loads, pack, smallest, unpack
 
@@ -29,9 +30,8 @@ LABEL = PREFIX + "/label_weights"
 DIGEST_HEADER = "x-support-replay-digest"
 _ROUNDING = 1e-4
 
-# Of `SamplingParams`, what a request that records supports may set, with the kind of its value: these leave the
-# distribution at `softmax(logits / temperature)` over a support.
-SAMPLING_FIELDS = {
+# Of `SamplingParams`, what a request may set, with the kind of its value.
+PLAIN_FIELDS = {
     "temperature": "float",
     "top_p": "float",
     "top_k": "int",
@@ -45,15 +45,15 @@ SAMPLING_FIELDS = {
     "ignore_eos": "bool",
     "skip_special_tokens": "bool",
     "spaces_between_special_tokens": "bool",
-}
-# What other requests may set besides.
-PLAIN_FIELDS = SAMPLING_FIELDS | {
     "repetition_penalty": "float",
     "presence_penalty": "float",
     "frequency_penalty": "float",
     "bad_words": "strings",
     "allowed_token_ids": "ids",
 }
+# What a request that records supports may set: nothing by which the distribution would not be
+# `softmax(logits / temperature)` over a support.
+SAMPLING_FIELDS = {name: kind for name, kind in PLAIN_FIELDS.items() if REQUEST[name].replayed}
 
 
 class MessageError(ValueError):

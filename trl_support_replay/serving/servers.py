@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import orjson
 
+from ..contract import SamplingSettings, UnreplayableSettingError
 from . import protocol
 from .protocol import GenerateRequest, Sample
 from .transport import ServerRefusalError, Transport
@@ -21,8 +22,10 @@ class Server(Protocol):
         url: its base URL.
         capture: `"native"` or `"logprobs"`: how it reports supports.
         info: what it says of itself: at least `dtype` and `logprobs_mode` (`None` when it does not say), `max_n`,
+            `unreplayable` (settings of its engine that break replay, each with value, reason and remedy),
             `weight_reload` (can it load weights from a folder?), `versions` (do its weights have names?) and `routes`
-            (does it record routed experts?).
+            (does it record routed experts?). Further `max_top_k` (candidates that it records for each token) and
+            `needs_top_k` (does it record supports only with a top_k?), where there are such bounds.
     """
 
     url: str
@@ -80,6 +83,26 @@ class ReplayServer:
         held = await self._transport.call("POST", path, protocol.encode_version(version), protocol.decode_version)
         if held != version:
             raise RuntimeError(f"{self.url} answers that it holds the weights {held} instead of {version}.")
+
+
+def check_server(server: Server, settings: SamplingSettings) -> None:
+    """Refuse a server that samples in a way that cannot be replayed, or cannot record supports under `settings`.
+
+    Raises:
+        UnreplayableSettingError: naming the setting, its value and the server.
+    """
+    for found in server.info["unreplayable"]:
+        setting = f"{server.url}: {found['setting']}"
+        raise UnreplayableSettingError(setting, found["value"], found["reason"], found["remedy"])
+    limit = server.info.get("max_top_k")
+    if limit is not None and settings.top_k > limit:
+        reason = f"{server.url} records at most {limit} candidates for each token"
+        remedy = "Lower it, or start the server with a larger --max-logprobs (SGLang: --sampling-mask-max-tokens)"
+        raise UnreplayableSettingError("top_k", settings.top_k, reason, remedy)
+    if server.info.get("needs_top_k") and settings.truncates and settings.top_k == 0:
+        reason = f"{server.url} records supports only for a finite top_k, and does not tell how large one may be"
+        remedy = "Set top_k (for example top_k=1000, which cuts little that top_p or min_p would keep)"
+        raise UnreplayableSettingError("top_k", 0, reason, remedy)
 
 
 def read_info(body: bytes) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import orjson
 
+from ..built_engine import config_refusals, described
 from ..capture.recorder import SupportCaptureError
 from ..capture.vllm_outputs import TIE_SLACK, read_flat_logprobs
 from ..contract import normalize_top_k
@@ -45,7 +46,7 @@ class StockServer:
         transport: connections to it.
         model: the name that it serves.
         native: whether it returns sampling masks.
-        config: its model's configuration, as far as it tells (it does in development mode).
+        config: its engine's configuration, as far as it tells (it does in development mode).
 
     Attributes: see `Server`.
     """
@@ -53,10 +54,12 @@ class StockServer:
     def __init__(self, transport: Transport, model: str, native: bool, config: Mapping[str, Any]):
         self.url = transport.url
         self.capture = "native" if native else "logprobs"
-        dtype = config.get("dtype")
+        model_config = config.get("model_config") or {}
+        dtype = model_config.get("dtype")
         self.info: dict[str, Any] = {
             "dtype": dtype if dtype is None else str(dtype).removeprefix("torch."),
-            "logprobs_mode": config.get("logprobs_mode"),
+            "logprobs_mode": model_config.get("logprobs_mode"),
+            "unreplayable": described(config_refusals(config)),
             "max_n": _MAX_N,
             "weight_reload": False,
             "versions": False,
@@ -138,16 +141,16 @@ async def connect_stock(transport: Transport) -> StockServer:
         except (orjson.JSONDecodeError, KeyError, IndexError, TypeError) as error:
             raise protocol.MessageError(f"/v1/models did not list a model: {error}.") from error
 
-    def model_config(answer: bytes) -> dict[str, Any]:
+    def engine_config(answer: bytes) -> dict[str, Any]:
         try:
-            return dict(orjson.loads(answer)["vllm_config"]["model_config"])
-        except (orjson.JSONDecodeError, KeyError, TypeError) as error:
-            raise protocol.MessageError(f"/server_info did not describe a model: {error}.") from error
+            return dict(orjson.loads(answer)["vllm_config"])
+        except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+            raise protocol.MessageError(f"/server_info did not describe an engine: {error}.") from error
 
     model = await transport.call("GET", "/v1/models", None, first_model, signed=False)
     config: dict[str, Any] = {}
     with contextlib.suppress(ServerRefusalError):
-        config = await transport.call("GET", "/server_info?config_format=json", None, model_config, signed=False)
+        config = await transport.call("GET", "/server_info?config_format=json", None, engine_config, signed=False)
     native = False
     probe = GenerateRequest("probe", np.zeros(1, np.int32), sampling={"top_k": 2, "max_tokens": 1, "temperature": 1.0})
     with contextlib.suppress(ServerRefusalError, SupportCaptureError):
@@ -159,6 +162,12 @@ async def connect_stock(transport: Transport) -> StockServer:
         transport.url,
         f"sampling mask ({_TOKENS})" if native else f"log-probs ({_COMPLETIONS})",
     )
+    if not config:
+        logger.warning(
+            "%s does not tell its engine's settings, so those that break replay (drafts, watermarks, logits "
+            "processors) go unnoticed. `trl-support-replay vllm-serve` and VLLM_SERVER_DEV_MODE=1 let it tell them.",
+            transport.url,
+        )
     return StockServer(transport, model, native, config)
 
 
