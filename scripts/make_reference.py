@@ -11,10 +11,10 @@ from typing import Any, get_type_hints
 
 from trl import GRPOConfig
 
-from trl_support_replay import contract
 from trl_support_replay.config import SupportReplayGRPOConfig
 from trl_support_replay.grpo_inputs.arguments import ReplayScriptArguments
 from trl_support_replay.routing.discovery import REFUSED_FAMILIES
+from trl_support_replay.sampling_table import Effect, Field, generate, sglang, trl, vllm
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
@@ -34,40 +34,59 @@ Beside those of `trl grpo` and `accelerate launch`.
 """
 _REFUSED = """# Refused on purpose
 
-Replaying a support is exact when the engine drew each token from `softmax(logits / temperature)` restricted to the
-recorded set, and nothing else. A setting that changes the distribution in another way is refused when the configuration
-is made, before a model is loaded. The error, an `UnreplayableSettingError`, names setting, value and the way out.
+Scores are exact when the engine drew each token from `softmax(logits / temperature)`, restricted to the recorded
+support where something truncates, and nothing else. A setting that changes the distribution in another way is refused
+when the configuration is made, before a model is loaded. The error, an `UnreplayableSettingError`, names setting, value
+and the way out.
 
-With nothing truncated there is nothing to replay, and nothing of this is refused.
+This holds with nothing truncated as well: TRL scores over the whole vocabulary then, and a constraint, a penalty or a
+second temperature draws from another distribution. The tables say what is refused only while supports or experts are
+recorded. A setting that nobody has looked at yet is refused by its name.
 
 ## In any case
 
 | setting | why |
 |---|---|
 | `temperature` 0 | greedy decoding draws from a single token: every log-prob is 0, and nothing can be learned |
+| `temperature` below 0.01 with vLLM | vLLM samples at 0.01 instead |
 | `generation_kwargs["temperature"]` unlike `temperature` | the trainer would score at another temperature |
 | `top_k` 1 | every support would hold the sampled token alone |
-| `repetition_penalty` other than 1 | {shifts} |
-
+| a setting that is unknown here | so is what it does to the tokens that are drawn |
+{always}
 ## With vLLM
 
 | setting | why |
 |---|---|
 | `top_p` or `min_p` without `top_k` | nothing bounds the support, and vLLM reports a bounded number of candidates |
-| `vllm_structured_outputs_regex` | {forces} |
 | `vllm_engine_kwargs` with `vllm_mode="server"` | they reach the colocated engine only |
 | a half-precision engine on a CPU | vLLM's weight sync has no effect there |
+| a package with an entry point in `vllm.logits_processors` | vLLM loads it into each engine, without any setting |
 {vllm}
+Once an engine is built, its own configuration is read as well, since a model can bring drafts along, for example.
+`vllm-serve` refuses the same settings as flags, however they are spelled, and in a `--config` file. A server that is up
+tells trainers which settings of its engine break replay, and they refuse them at their construction. A stock vLLM
+server tells its settings in development mode only (`VLLM_SERVER_DEV_MODE=1`).
+
+A fixed `seed` in `generation_kwargs` or `vllm_engine_kwargs` of a colocated engine is accepted with a warning: the
+completions of a prompt come out alike.
+
 ## With transformers `generate`
 
 The model's own `generation_config` counts as well, for whatever TRL does not set.
 
 | setting | why |
 |---|---|
-| `use_transformers_continuous_batching` | it does not give the processed scores of each step |
 {transformers}
 `typical_p`, `epsilon_cutoff`, `eta_cutoff` and `top_h` only remove tokens, so they are replayed.
 
+## With SGLang
+
+| setting | why |
+|---|---|
+| no `top_k`, with a server that does not tell its `sampling_mask_max_tokens` | it wants a `top_k` with each mask |
+| a server with `--speculative-algorithm` | {drafts} |
+| a server whose `--preferred-sampling-params` hold one of those below | it adds them to every request |
+{sglang}
 ## Families of mixture-of-experts models
 
 {families}
@@ -96,24 +115,32 @@ def _entry(field: dataclasses.Field[Any], owner: type) -> str:
 
 
 def refused_page() -> str:
-    """The contract's tables."""
+    """What the tables of settings refuse."""
     return _REFUSED.format(
-        shifts=contract._SHIFTS,
-        forces=contract._FORCES,
-        vllm=_rows("generation_kwargs", contract._VLLM_REFUSED)
-        + _rows("vllm_engine_kwargs", contract._VLLM_ENGINE_REFUSED),
-        transformers=_rows("generation_kwargs", contract._TRANSFORMERS_REFUSED),
+        always=_rows("{}", trl.ALWAYS),
+        vllm=_rows("{}", trl.WITH_VLLM)
+        + _rows("generation_kwargs[{!r}]", vllm.REQUEST)
+        + _rows("vllm_engine_kwargs[{!r}]", vllm.ENGINE),
+        transformers=_rows("{}", trl.WITHOUT_VLLM) + _rows("generation_kwargs[{!r}]", generate.CONFIG),
+        drafts=vllm.ENGINE["speculative_config"].reason,
+        sglang=_rows("sampling_params[{!r}]", sglang.REQUEST),
         families="| `model_type` | why |\n|---|---|\n"
         + "".join(f"| `{name}` | {reason} |\n" for name, reason in REFUSED_FAMILIES.items()),
     )
 
 
-def _rows(where: str, table: dict[str, tuple[tuple[Any, ...], str]]) -> str:
+def _rows(spelling: str, table: dict[str, Field]) -> str:
     lines = []
-    for name, (harmless, reason) in table.items():
-        but = f", other than {' or '.join(map(repr, harmless))}" if harmless else ""
-        lines.append(f"| `{where}[{name!r}]`{but} | {reason} |\n")
+    for name, field in table.items():
+        refused = None if name.startswith("_") else field.refused(_ANY, truncates=False)
+        if refused is not None:
+            but = f", other than {' or '.join(map(repr, field.off))}" if field.off else ""
+            only = " (only while something is recorded)" if field.effect is Effect.REPORTS else ""
+            lines.append(f"| `{spelling.format(name)}`{but} | {refused.reason}{only} |\n")
     return "".join(lines)
+
+
+_ANY = object()  # a value that no setting has for "off"
 
 
 PAGES = {"settings.md": settings_page, "refused.md": refused_page}

@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from transformers import GenerationConfig
 
 from tests.cli.conftest import CLI, capture, cli, run_cli
 from trl_support_replay.cli import main
@@ -94,6 +95,10 @@ def test_inspect_of_nothing_and_of_torn_files(tmp_path, capsys):
         (("--top_p", 1.0), "Nothing is truncated"),
         (("--top_k", 1), "top_k=1 cannot be replayed"),
         (("--engine", "vllm"), "without top_k nothing bounds the support"),
+        (
+            ("--engine", "vllm", "--top_k", 5, "--engine_kwargs", '{"spec_method": "ngram"}'),
+            "vllm_engine_kwargs['spec_method']='ngram' cannot be replayed",
+        ),
         (("--dataset", "missing.jsonl"), "cannot be read"),
         (("--seed", 5), "holds a capture with seed=0, and this one has seed=5"),
         (
@@ -105,6 +110,27 @@ def test_inspect_of_nothing_and_of_torn_files(tmp_path, capsys):
 def test_capture_refuses_in_one_line(captured, tiny_model_path, prompts, capsys, change, message):
     assert main([*map(str, capture(tiny_model_path, prompts, captured)), *map(str, change)]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_capture_reads_the_models_own_generation_defaults(tiny_model_path, prompts, tmp_path, capsys):
+    """`generate` takes from them what is not stated: several stop ids, and settings that move logits."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model_path, model)
+    stops = list(range(30, 60))
+    config = GenerationConfig(eos_token_id=stops, pad_token_id=0)
+    config.save_pretrained(model)
+    code, text = run_cli(capsys, *capture(model, prompts, tmp_path / "traces"))
+    assert code == 0, text
+    lengths = set()
+    for trace in all_traces(tmp_path / "traces"):
+        ids = trace.completion_ids.tolist()
+        assert not set(ids[:-1]) & set(stops)
+        lengths.add(len(ids))
+    assert len(lengths) > 1
+    config.sequence_bias = {(7,): 3.0}
+    config.save_pretrained(model)
+    code, text = run_cli(capsys, *capture(model, prompts, tmp_path / "biased"))
+    assert code == 2 and "the model's generation_config.sequence_bias=" in text
 
 
 def test_columns_of_several_types_are_refused_before_anything_is_sampled(tiny_model_path, tmp_path, capsys):

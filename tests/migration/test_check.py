@@ -133,6 +133,17 @@ def test_every_refusal_is_named_not_only_the_first(write, capsys):
     assert text.count("refused:") == 6
 
 
+def test_what_stock_scoring_gets_wrong_is_refused_without_truncation_too(write, capsys):
+    path = write("a.yaml", "use_vllm: true\ngeneration_kwargs: {presence_penalty: 0.5, presence_penalti: 1}")
+    assert main(["check", str(path)]) == 1
+    text = capsys.readouterr().out
+    assert (
+        "nothing is truncated, but" in text and "generation_kwargs['presence_penalty']=0.5 cannot be replayed" in text
+    )
+    assert "generation_kwargs['presence_penalti']=1 cannot be replayed: it is unknown here" in text
+    assert "Did you mean presence_penalty?" in text
+
+
 def test_what_today_does_and_what_to_change(write, capsys):
     assert main(["check", str(write("train.py", SCRIPT)), "--kept-mass", "0.9", "--length", "200"]) == 1
     text = capsys.readouterr().out

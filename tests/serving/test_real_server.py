@@ -73,6 +73,7 @@ def expected_support(model, prompt, sample, top_k, top_p, temperature):
 
 
 def test_recorded_logprobs_and_supports_are_the_models(pool, moe_model):
+    assert pool.servers[0].info["unreplayable"] == []  # read from the engine's own configuration
     requests = [request(prompt, n=2) for prompt in PROMPTS]
     tokens = exact = 0
     for asked, samples in zip(requests, pool.generate(requests), strict=True):

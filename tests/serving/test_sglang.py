@@ -195,6 +195,15 @@ def test_what_the_trainer_does_not_repeat_is_refused(pool, sglang, name, value):
     assert not sglang.requests
 
 
+def test_what_removes_tokens_needs_supports(build, tiny_model_path, sglang):
+    """With nothing truncated no supports are asked for, and the trainer scores over the whole vocabulary."""
+    rollout = SGLangRollout([sglang.url], sampling_params={"min_new_tokens": 3}, retry=QUICK)
+    trainer = build(tiny_model_path, rollout_func=rollout)
+    with pytest.raises(UnreplayableSettingError, match="min_new_tokens.*with nothing truncated"):
+        trainer.train()
+    assert not sglang.requests
+
+
 @pytest.mark.parametrize(("name", "value"), [("temperature", 0.7), ("top_p", 0.5), ("top_k", 5), ("min_p", None)])
 def test_what_the_trainer_decides_is_not_taken_from_sampling_params(sglang, name, value):
     with pytest.raises(UnreplayableSettingError, match=rf"sampling_params\['{name}'\]={value}.* Set {name} there"):

@@ -2,6 +2,9 @@
 
 import pytest
 
+from trl_support_replay.contract import UnreplayableSettingError
+from trl_support_replay.rebind import rebound
+
 HF = {"use_vllm": False, "max_completion_length": 16}
 VLLM = {"use_vllm": True, "max_completion_length": 16, "top_k": 20, "top_p": 0.9, "learning_rate": 1e-5}
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], "init_lora_weights": False}
@@ -78,6 +81,22 @@ def test_vllm_generation_is_replayed_exactly(build, vllm, smollm2_path, settings
     # TRL's own metric agrees with ours.
     for log in logs:
         assert log["sampling/sampling_logp_difference/max"] == pytest.approx(log["support/logprob_gap_max"], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "value"),
+    [
+        ("model_config", "logprobs_mode", "raw_logprobs"),
+        ("model_config", "logits_processors", ["some.module:Processor"]),
+        ("", "speculative_config", {"method": "ngram"}),
+    ],
+)
+def test_an_engine_that_turns_out_to_break_replay_is_refused(build, vllm, smollm2_path, shared_llm, place, name, value):
+    """The configuration of the engine that was built counts, not only what was asked for: a model can bring drafts."""
+    config = shared_llm.llm_engine.vllm_config
+    with rebound(getattr(config, place) if place else config, **{name: value}):
+        with pytest.raises(UnreplayableSettingError, match=f"^the engine's {name}="):
+            build(str(smollm2_path), **VLLM)
 
 
 def test_stock_ratio_is_far_from_one(build, vllm, smollm2_path):
