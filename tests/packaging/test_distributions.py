@@ -1,6 +1,7 @@
 """The wheel and the source distribution: what is in them, and what runs with the core dependencies alone."""
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -17,6 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import trl_support_replay
+from tests.trainer.conftest import tiny_model_path  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -64,7 +66,9 @@ def bare(distributions, tmp_path_factory):
                 (site / part).symlink_to(source)
     wheel, _ = distributions
     install = [sys.executable, "-m", "pip", "--python", str(folder / "bin" / "python"), "install", "-q"]
-    subprocess.run([*install, "--no-index", "--no-deps", str(wheel)], check=True)
+    # With this tree on PYTHONPATH, pip would take the package for installed.
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run([*install, "--no-index", "--no-deps", str(wheel)], check=True, env=clean)
     return folder / "bin"
 
 
@@ -135,6 +139,32 @@ def test_the_wheel_runs_with_core_dependencies_alone(bare):
     assert code == 0, errors
     code, _, errors = run(bare / "trl-support-replay", "grpo", "--help")
     assert code == 0, errors
+
+
+TRAIN = """
+import json, sys
+from datasets import Dataset
+from trl_support_replay import SupportReplayGRPOConfig, SupportReplayGRPOTrainer
+
+args = SupportReplayGRPOConfig(
+    output_dir=sys.argv[2], use_cpu=True, bf16=False, report_to=[], disable_tqdm=True, max_steps=2, logging_steps=1,
+    save_strategy="no", top_p=0.9, per_device_train_batch_size=4, num_generations=4, max_completion_length=8,
+)
+data = Dataset.from_dict({"prompt": [f"{n}+1=" for n in range(8)]})
+reward = lambda completions, **_: [float(len(set(text))) for text in completions]
+trainer = SupportReplayGRPOTrainer(sys.argv[1], reward, args, train_dataset=data)
+trainer.train()
+print("@log " + json.dumps(trainer.state.log_history))
+"""
+
+
+@pytest.mark.slow
+def test_the_wheel_trains_with_core_dependencies_alone(bare, tiny_model_path, tmp_path):  # noqa: F811
+    code, output, errors = run(bare / "python", "-c", TRAIN, tiny_model_path, tmp_path)
+    assert code == 0, errors
+    (line,) = (line for line in output.splitlines() if line.startswith("@log "))
+    gaps = [log["support/logprob_gap_max"] for log in json.loads(line[5:]) if "support/logprob_gap_max" in log]
+    assert len(gaps) == 2 and max(gaps) <= 1e-4
 
 
 @pytest.mark.slow
