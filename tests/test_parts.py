@@ -1,5 +1,6 @@
 """Tests that need an optional part are skipped without it, fail where nothing may be skipped, and say how to get it."""
 
+import ast
 import os
 import re
 import subprocess
@@ -7,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.parts import PARTS
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFTEST = """
@@ -84,6 +87,31 @@ def test_where_no_part_may_be_missing_a_skip_is_a_failure(suite):
 def test_a_part_that_nobody_knows_is_an_error(suite):
     code, output = suite(test_suite="import pytest\n@pytest.mark.needs('vlm')\ndef test_it():\n    pass\n")
     assert code == 4 and re.search(r"test_it needs \['vlm'\]. Known parts: vllm, ", output), output
+
+
+def imported_at_the_top(path):
+    """Names of the packages that a file imports at its top, as far as its first `require(...)`."""
+    for node in ast.parse(path.read_text()).body:
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Call)
+            and ast.unparse(node.value.func) == "require"
+        ):
+            return
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            yield node.module.split(".")[0]
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+
+
+def test_no_test_imports_an_optional_part_at_its_top():
+    """Else it could not be collected, and so not be skipped. The Megatron room is skipped as a whole."""
+    names = {name.replace("-", "_") for part in PARTS.values() for name in part.distributions}
+    names |= {"megatron", "bitsandbytes", "matplotlib"}
+    for path in (ROOT / "tests").rglob("*.py"):
+        if path.parent.name != "megatron":
+            found = names & set(imported_at_the_top(path))
+            assert not found, f"{path.relative_to(ROOT)} imports {found}: do it in the test or fixture that needs it"
 
 
 @pytest.fixture
