@@ -10,7 +10,7 @@ import contextlib
 import functools
 import logging
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,13 +27,14 @@ from .engines import engine_builder
 from .environment import check_supported
 from .hub.publishing import PublishesTraces
 from .preflight import check_dataset, check_traces, own_generation_config
+from .processes import agreeing, agreeing_around, alone
 from .rebind import rebound
 from .replay_check import GapStatistics, ReplayGapError, Tolerance, explain
 from .replay_head import ReplayCaller, add_replay_head, recorded_mask
-from .replay_metrics import route_metrics, support_metrics
+from .replay_metrics import Metrics, StepMetrics, mean, over_processes, route_metrics, support_metrics
 from .route_sessions import RouteSessions
 from .support_growth import SupportGrowth
-from .tensor_parallel import check_tensor_parallel, seed_alike
+from .tensor_parallel import SampleGroups, check_tensor_parallel
 from .trace_saving import TraceSaver
 from .traces.columns import Trace
 
@@ -111,6 +112,7 @@ class ReplayTrainer(PublishesTraces, _TRLTrainer):
         self._rewards: list[float] = []  # weighted sum for each completion of this process's latest generation batch
         self._unchecked: tuple[torch.Tensor, dict[str, Any]] | None = None
         self._generated_at = -1  # optimizer step of the buffered completions
+        self._step_metrics = StepMetrics()
         growth = self.replays_support and args.support_growth
         self._growth = SupportGrowth(args.support_mass_floor) if growth else None
         if not (self.replays_support or self.replays_routes):
@@ -129,9 +131,10 @@ class ReplayTrainer(PublishesTraces, _TRLTrainer):
         engine = {"VLLMGeneration": engine_builder(self, args)} if args.use_vllm else {}
         with rebound(self._trl, add_fused_lm_head=add_heads, **engine):
             super().__init__(model, reward_funcs, args, train_dataset, *more, **kwargs)
-        seed_alike(self.model, args, self.accelerator.process_index)
+        self._groups = SampleGroups.of(self)
         if args.save_traces:
-            self._saver = TraceSaver(args, self)
+            with agreeing():
+                self._saver = TraceSaver(args, self)
             self.add_callback(self._saver)
         half_precision = args.bf16 or args.fp16 or self.model.dtype != torch.float32
         if args.use_vllm:
@@ -164,6 +167,13 @@ class ReplayTrainer(PublishesTraces, _TRLTrainer):
             stack.enter_context(recording(self._base_model(), scores))
             routing = stack.enter_context(self._routes.of(self.model).record()) if self.replays_routes else None
             completion_ids = generate()
+        return completion_ids, self._read_scores(prompt_ids, completion_ids, scores, routing)
+
+    @alone()
+    def _read_scores(
+        self, prompt_ids: list, completion_ids: list, scores: ScoresRecorder, routing: Any
+    ) -> list[list[TracedLogprob]]:
+        assert self._recorder is not None
         routes: list[Any] = [None] * len(completion_ids)
         if routing is not None:
             lengths = [(len(p), len(c)) for p, c in zip(prompt_ids, completion_ids, strict=True)]
@@ -172,11 +182,45 @@ class ReplayTrainer(PublishesTraces, _TRLTrainer):
             padded = -(-padded // multiple) * multiple
             width = padded + scores.num_steps
             routes = routing.samples([padded - p for p, _ in lengths], [p + c for p, c in lengths], width)
-        logprobs = [
+        return [
             self._recorder.add(ids, values, rows, routes=route)
             for ids, (values, rows), route in zip(completion_ids, scores.collect(completion_ids), routes, strict=True)
         ]
-        return completion_ids, logprobs
+
+    def _generate(self, prompts: list) -> Any:
+        if self._recorder is None:
+            return super()._generate(prompts)
+        if self.replays_routes:
+            self._routes.of(self.model)  # finding the routers takes all processes, which are on their own from here on
+        seen = self.state.num_input_tokens_seen
+        # Where processes meet in each turn of a conversation, one cannot tell the others between the turns.
+        together = contextlib.nullcontext() if self._turns_meet() else agreeing_around(self.accelerator)
+        with together:
+            output = super()._generate(prompts)
+        self.state.num_input_tokens_seen = self._groups.tokens_once(seen, self.state.num_input_tokens_seen)
+        self._metrics["train"]["num_tokens"] = [self.state.num_input_tokens_seen]
+        return output
+
+    @contextlib.contextmanager
+    def _collecting(self) -> Iterator[list[Trace]]:
+        """Around the making of samples, which are put into the list; checked, and if it fails on one process, on all.
+
+        What is wrong with one process's samples must not turn up in a pass that the processes make together.
+        """
+        samples: list[Trace] = []
+        with agreeing():
+            yield samples
+            if self.replays_routes:
+                self._routes.check(self.model, samples)
+        self._groups.check_same(samples)
+
+    def _turns_meet(self) -> bool:
+        """Whether a turn of TRL's conversations with tools has collectives, of the engine or of the sharded policy."""
+        if not getattr(self, "tools", None):
+            return False
+        if self.use_vllm:
+            return self.vllm_mode == "colocate" and self.vllm_generation.tensor_parallel_size > 1
+        return self.is_fsdp_enabled or self.is_deepspeed_enabled or not self._groups.single
 
     def _collect_settings(self, completion_ids: Sequence[Sequence[int]]) -> dict[str, Any]:
         """What `collect_samples` has to know of model, tokenizer and configuration."""
@@ -195,9 +239,7 @@ class ReplayTrainer(PublishesTraces, _TRLTrainer):
         assert self._recorder is not None
         self._scored_samples = collected.samples
         self._log_completion_columns(completion_columns(collected.samples))
-        self._log(
-            support_metrics(collected.samples, self._recorder.repaired, collected.num_synthetic, self._gather_row)
-        )
+        self._log(support_metrics(collected.samples, self._recorder.repaired, collected.num_synthetic))
 
     def _log_completion_columns(self, columns: dict[str, list[float | None]]) -> None:
         if self.log_completions:
@@ -209,10 +251,12 @@ class ReplayTrainer(PublishesTraces, _TRLTrainer):
             return super()._generate_and_score_completions(inputs)
         if not self.model.training:
             self._log_completion_columns(empty_columns(len(inputs)))  # the table has a value a row in every column
-            return super()._generate_and_score_completions(inputs)
+            with self._groups.counted_once(self._trl):
+                return super()._generate_and_score_completions(inputs)
         self._recorder = SupportRecorder()
         try:
-            output = super()._generate_and_score_completions(inputs)
+            with self._groups.counted_once(self._trl):
+                output = super()._generate_and_score_completions(inputs)
             samples = output[SAMPLES] = self._scored_samples
         finally:
             self._recorder = None
@@ -222,7 +266,9 @@ class ReplayTrainer(PublishesTraces, _TRLTrainer):
             self._growth.start()
         if self._saver is not None:
             assert samples is not None
-            self._saver.save(samples, inputs, self._rewards)
+            with agreeing():
+                if self._groups.first:
+                    self._saver.save(samples, inputs, self._rewards)
         self._check_generated(output)
         return output
 
@@ -236,6 +282,9 @@ class ReplayTrainer(PublishesTraces, _TRLTrainer):
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        if not (self.replays_support or self.replays_routes):
+            return rewards
+        rewards = self._groups.share_rewards(rewards)
         start = self.accelerator.process_index * len(prompts)
         weighted = rewards * self.reward_weights.to(rewards.device)
         # As TRL: a completion that no function could score has no reward, not one of 0.
@@ -345,16 +394,20 @@ class ReplayTrainer(PublishesTraces, _TRLTrainer):
     def _log_routes(self) -> None:
         found = self._routes.close(self.model)
         if found is not None:
-            self._log(route_metrics(found, self._gather_row))
+            self._log(route_metrics(found))
 
-    def _log(self, metrics: dict[str, float]) -> None:
-        for name, value in metrics.items():
-            self._metrics["train"][name].append(value)
+    def _log(self, metrics: Metrics) -> None:
+        """Log metrics of this process; every process calls it at the same time with the same names."""
+        self._step_metrics.add(over_processes(metrics, self._gather_row))
 
-    def _gather_row(self, values: list[float]) -> np.ndarray:
-        """`[processes, len(values)]`."""
-        row = torch.tensor([values], dtype=torch.float32, device=self.accelerator.device)
-        return self.accelerator.gather(row).cpu().numpy()
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if self.model.training:
+            self._metrics["train"].update(self._step_metrics.take())
+        super().log(logs, *args, **kwargs)
+
+    def _gather_row(self, values: Sequence[float]) -> np.ndarray:
+        """`[groups, len(values)]`: processes with the same samples count once."""
+        return self._groups.gather_row(values)
 
     def _is_reference_pass(self, model: Any) -> bool:
         if self.ref_model is not None:
@@ -376,10 +429,10 @@ class ReplayTrainer(PublishesTraces, _TRLTrainer):
         """Compare with the recorded log-probs while engine and policy hold the same weights."""
         recorded = self._recorded_logprobs(batch)
         mask = recorded_mask(batch[SAMPLES], replayed.shape).to(replayed.device)
-        statistics = GapStatistics.gather(replayed, recorded, mask, self.accelerator.gather)
+        statistics = GapStatistics.gather(replayed, recorded, mask, self._groups.gather)
         if statistics.num_tokens == 0:
             return
-        self._log(statistics.metrics())
+        self._step_metrics.add(statistics.metrics())
         every = self.args.routes_gap_steps
         if self.replays_routes and every and self.state.global_step % every == 0:
             self._log_live_route_gap(batch, recorded, mask)
@@ -392,7 +445,7 @@ class ReplayTrainer(PublishesTraces, _TRLTrainer):
             self.temperature,
             lambda temperature: self._rescore(batch, temperature),
             self._stale_weights(),
-            self.accelerator.gather,
+            self._groups.gather,
         )
         message = (
             f"Replayed and recorded log-probs differ by {statistics.max:.3g} at most and {statistics.mean:.3g} on "
@@ -409,8 +462,10 @@ class ReplayTrainer(PublishesTraces, _TRLTrainer):
             live = self._rescore(batch, self.temperature)
         finally:
             self._live_routes = False
-        statistics = GapStatistics.gather(live, recorded, mask, self.accelerator.gather)
-        self._log({"routes/logprob_gap_live_mean": statistics.mean, "routes/logprob_gap_live_max": statistics.max})
+        gap = GapStatistics.gather(live, recorded, mask, self._groups.gather).metrics()
+        self._step_metrics.add(
+            {f"routes/logprob_gap_live_{x}": gap[f"support/logprob_gap_{x}"] for x in ("mean", "max")}
+        )
 
     def _rescore(self, batch: dict[str, Any], temperature: float) -> torch.Tensor:
         self._rescoring_temperature, saved = temperature, self._scored_samples
@@ -441,9 +496,9 @@ class ReplayTrainer(PublishesTraces, _TRLTrainer):
         on = recorded_mask(inputs[SAMPLES], inputs["completion_ids"].shape)
         for name, metric in (("support_entropy", "support/entropy"), ("log_mass", "support/log_mass")):
             if name in self._last_extra:
-                values = self._last_extra[name].detach().cpu()[on]
-                total, count = self._gather_row([values.sum().item(), len(values)]).sum(axis=0)
-                self._log({metric: float(total) / max(float(count), 1.0)})
+                values = self._last_extra[name].detach().cpu().double()[on]
+                self._log({metric: mean(values.sum().item(), len(values))})
         if self._growth is not None:
             log_mass = self._last_extra["log_mass"]
-            self._log(self._growth.measure(inputs[SAMPLES], log_mass, self.state.global_step, self._gather_row))
+            grown = self._growth.measure(inputs[SAMPLES], log_mass, self.state.global_step, self._gather_row)
+            self._step_metrics.add(grown)

@@ -20,6 +20,7 @@ import orjson
 
 from ..collect import ROLLOUT_KEY
 from ..contract import UnreplayableSettingError, normalize_top_k
+from ..processes import alone
 from ..serving.pool import ServerPool, new_request_id
 from ..serving.protocol import GenerateRequest, MessageError, Sample
 from ..serving.transport import Retry, Transport
@@ -159,6 +160,10 @@ class SGLangRollout:
         """Completions of `prompts`, in the form that TRL expects from a `rollout_func`."""
         if self._weights_dir is not None and trainer.state.global_step != self._loaded_step:
             self._sync(trainer)
+        return self._sample(prompts, trainer)
+
+    @alone()
+    def _sample(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         self._pool.first_server = trainer.accelerator.process_index
         support = trainer.replays_support and trainer.model.training
         prompt_ids = [_tokenize(prompt, trainer) for prompt in prompts]
