@@ -175,7 +175,7 @@ def _use_whole_batches(args: Any, size: int, evaluates: bool) -> None:
     for batch_name, batch, name, number in settings:
         if batch % number:
             raise ValueError(
-                f"{batch_name}={batch} with {name}={number} and a policy split by tensor parallelism "
+                f"{batch_name} = {batch} with {name}={number} and a policy split by tensor parallelism "
                 f"(tp_size={size}): the {size} processes of a group train on the same completions, so each has to hold "
                 f"all {number} completions of a prompt. Set {batch_name} to a multiple of {number}."
             )

@@ -219,19 +219,20 @@ def test_a_server_samples_with_the_gathered_weights(model_path, tmp_path, way):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"per_device_train_batch_size": 2}, r"steps_per_generation=2 with num_generations=4 .*\(tp_size=2\)"),
+        ({"per_device_train_batch_size": 2}, r"steps_per_generation = 2 with num_generations=4 .*\(tp_size=2\)"),
         (
             {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 6},
-            r"per_device_eval_batch_size=6 with num_generations=4 .* to a multiple of 4",
+            r"per_device_eval_batch_size = 6 with num_generations=4 .* to a multiple of 4",
         ),
         (
             {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "num_generations_eval": 8},
-            "per_device_eval_batch_size=4 with num_generations_eval=8",
+            "per_device_eval_batch_size = 4 with num_generations_eval=8",
         ),
     ],
 )
 def test_a_split_policy_with_parts_of_groups_is_refused(settings, message):
-    settings = {"num_generations": 4, "num_generations_eval": None, "steps_per_generation": 1} | settings
+    defaults = {"num_generations": 4, "num_generations_eval": None, "per_device_eval_batch_size": 4}
+    settings = defaults | {"steps_per_generation": 1} | settings
     args = SimpleNamespace(use_vllm=False, world_size=2, generation_batch_size=4, seed=0, **settings)
     trainer = SimpleNamespace(args=args, model=SimpleNamespace(tp_size=2), eval_dataset=[1], accelerator=None)
     with pytest.raises(ValueError, match=message):
