@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +15,8 @@ from trl import GRPOTrainer
 from .passes import ScoringPass
 from .replay_check import GapStatistics, ReplayGapError, Tolerance, explain
 from .replay_head import recorded_mask
-from .replay_metrics import route_metrics
+from .replay_metrics import Metrics, StepMetrics, mean, over_processes, route_metrics
+from .tensor_parallel import SampleGroups
 
 if TYPE_CHECKING:
     _TRLTrainer = Any  # one of several, whose methods differ
@@ -36,6 +38,8 @@ class GapChecks(_TRLTrainer):
     """Mixed into a replaying trainer: what it does with the scores of its own batches."""
 
     _tolerance: Tolerance
+    _step_metrics: StepMetrics
+    _groups: SampleGroups
 
     @abstractmethod
     def _recorded_logprobs(self, batch: dict[str, Any]) -> torch.Tensor:
@@ -45,10 +49,10 @@ class GapChecks(_TRLTrainer):
         """Compare with the recorded log-probs while engine and policy hold the same weights."""
         recorded = self._recorded_logprobs(batch)
         mask = recorded_mask(batch[SAMPLES], replayed.shape).to(replayed.device)
-        statistics = GapStatistics.gather(replayed, recorded, mask, self.accelerator.gather)
+        statistics = GapStatistics.gather(replayed, recorded, mask, self._groups.gather)
         if statistics.num_tokens == 0:
             return
-        self._log(statistics.metrics())
+        self._step_metrics.add(statistics.metrics())
         every = self.args.routes_gap_steps
         if self.replays_routes and every and self.state.global_step % every == 0:
             self._log_live_route_gap(batch, recorded, mask)
@@ -61,7 +65,7 @@ class GapChecks(_TRLTrainer):
             self.temperature,
             lambda temperature: self._rescore(batch, temperature),
             self._stale_weights(),
-            self.accelerator.gather,
+            self._groups.gather,
         )
         message = (
             f"Replayed and recorded log-probs differ by {statistics.max:.3g} at most and {statistics.mean:.3g} on "
@@ -74,8 +78,10 @@ class GapChecks(_TRLTrainer):
 
     def _log_live_route_gap(self, batch: dict[str, Any], recorded: torch.Tensor, mask: torch.Tensor) -> None:
         live = self._rescore(batch, live_routes=True)
-        statistics = GapStatistics.gather(live, recorded, mask, self.accelerator.gather)
-        self._log({"routes/logprob_gap_live_mean": statistics.mean, "routes/logprob_gap_live_max": statistics.max})
+        gap = GapStatistics.gather(live, recorded, mask, self._groups.gather).metrics()
+        self._step_metrics.add(
+            {f"routes/logprob_gap_live_{x}": gap[f"support/logprob_gap_{x}"] for x in ("mean", "max")}
+        )
 
     def _rescore(
         self, batch: dict[str, Any], temperature: float | None = None, live_routes: bool = False
@@ -113,23 +119,26 @@ class GapChecks(_TRLTrainer):
         on = recorded_mask(samples, done.inputs["completion_ids"].shape)
         for name, metric in (("support_entropy", "support/entropy"), ("log_mass", "support/log_mass")):
             if name in done.extra:
-                values = done.extra[name].detach().cpu()[on]
-                total, count = self._gather_row([values.sum().item(), len(values)]).sum(axis=0)
-                self._log({metric: float(total) / max(float(count), 1.0)})
+                values = done.extra[name].detach().cpu().double()[on]
+                self._log({metric: mean(values.sum().item(), len(values))})
         if self._growth is not None and "log_mass" in done.extra:
             growth = self._growth.measure(samples, done.extra["log_mass"], self.state.global_step, self._gather_row)
-            self._log(growth)
+            self._step_metrics.add(growth)
 
     def _log_routes(self) -> None:
         found = self._routes.close(self.model)
         if found is not None:
-            self._log(route_metrics(found, self._gather_row))
+            self._log(route_metrics(found))
 
-    def _log(self, metrics: dict[str, float]) -> None:
-        for name, value in metrics.items():
-            self._metrics["train"][name].append(value)
+    def _log(self, metrics: Metrics) -> None:
+        """Log metrics of this process; every process calls it at the same time with the same names."""
+        self._step_metrics.add(over_processes(metrics, self._gather_row))
 
-    def _gather_row(self, values: list[float]) -> np.ndarray:
-        """`[processes, len(values)]`."""
-        row = torch.tensor([values], dtype=torch.float32, device=self.accelerator.device)
-        return self.accelerator.gather(row).cpu().numpy()
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if self.model.training:
+            self._metrics["train"].update(self._step_metrics.take())
+        super().log(logs, *args, **kwargs)
+
+    def _gather_row(self, values: Sequence[float]) -> np.ndarray:
+        """`[groups, len(values)]`: processes with the same samples count once."""
+        return self._groups.gather_row(values)

@@ -12,6 +12,7 @@ from datasets import Dataset, IterableDataset
 
 from .collect import ROLLOUT_KEY, ROUTES_KEY
 from .contract import normalize_top_k
+from .processes import alone
 from .traces.columns import REQUIRED_COLUMNS, Trace, TraceSchemaError, table_to_traces
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ class OfflineTraces:
             for start in range(0, len(group) - size + 1, size)
         ]
         self._size = size
-        self._tensor_parallel_size = tensor_parallel_size
+        self.tensor_parallel_size = tensor_parallel_size
         self._chosen: list[int] = []
         used = size * len(self.groups)
         if not used:
@@ -102,10 +103,11 @@ class OfflineTraces:
         """Set the groups of the process's next batch, one entry a completion."""
         self._chosen = list(groups)
 
+    @alone()
     def rollout(self, prompts: list, trainer: Any) -> dict[str, Any]:
         """TRL's `rollout_func`: the saved completions of the chosen groups."""
         # Processes are given consecutive rows, and a group's rows are consecutive.
-        start = trainer.accelerator.process_index // self._tensor_parallel_size * len(prompts)
+        start = trainer.accelerator.process_index // self.tensor_parallel_size * len(prompts)
         traces = [self.groups[g][(start + i) % self._size] for i, g in enumerate(self._chosen)]
         output: dict[str, Any] = {
             "prompt_ids": [t.prompt_ids.tolist() for t in traces],

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .replay_metrics import Metric, mean
+
 Gather = Callable[[torch.Tensor], torch.Tensor]
 
 # A cause is believed when undoing it leaves less than this part of the gap.
@@ -53,7 +55,7 @@ class GapStatistics:
 
     Attributes:
         mean, max: absolute difference of replayed and recorded log-prob over recorded tokens, in nats.
-        num_tokens: number of those tokens.
+        num_tokens, num_sequences: number of those tokens, and of the sequences that have any.
         ratio_mean, ratio_min, ratio_max: exp of the summed difference of each sequence, before any clipping.
         outside_10pct: fraction of sequences whose ratio is outside 0.9 to 1.1.
     """
@@ -61,20 +63,23 @@ class GapStatistics:
     mean: float
     max: float
     num_tokens: int
+    num_sequences: int
     ratio_mean: float
     ratio_min: float
     ratio_max: float
     outside_10pct: float
 
-    def metrics(self) -> dict[str, float]:
-        """What is logged."""
+    def metrics(self) -> dict[str, Metric]:
+        """What is logged, to be joined with other batches."""
         return {
-            "support/logprob_gap_mean": self.mean,
-            "support/logprob_gap_max": self.max,
-            "sampling/importance_sampling_ratio_raw/mean": self.ratio_mean,
-            "sampling/importance_sampling_ratio_raw/min": self.ratio_min,
-            "sampling/importance_sampling_ratio_raw/max": self.ratio_max,
-            "sampling/outside_10pct": self.outside_10pct,
+            "support/logprob_gap_mean": mean(self.mean * self.num_tokens, self.num_tokens),
+            "support/logprob_gap_max": Metric("max", (self.max,)),
+            "sampling/importance_sampling_ratio_raw/mean": mean(
+                self.ratio_mean * self.num_sequences, self.num_sequences
+            ),
+            "sampling/importance_sampling_ratio_raw/min": Metric("min", (self.ratio_min,)),
+            "sampling/importance_sampling_ratio_raw/max": Metric("max", (self.ratio_max,)),
+            "sampling/outside_10pct": mean(self.outside_10pct * self.num_sequences, self.num_sequences),
         }
 
     def exceeds(self, tolerance: Tolerance) -> bool:
@@ -119,6 +124,7 @@ class GapStatistics:
             mean=stats[:, 0].sum().item() / max(tokens, 1.0),
             max=stats[:, 1].max().item(),
             num_tokens=int(tokens),
+            num_sequences=int(sequences),
             ratio_mean=stats[:, 3].sum().item() / max(sequences, 1.0),
             ratio_min=stats[:, 4].min().item(),
             ratio_max=stats[:, 5].max().item(),

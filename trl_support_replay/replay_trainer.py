@@ -28,14 +28,16 @@ from .gap_checks import SAMPLES, GapChecks
 from .hub.publishing import PublishesTraces
 from .passes import LossInputs, ScoringPass, UnscoredBatchError
 from .preflight import check_dataset, check_traces, own_generation_config
+from .processes import agreeing, agreeing_around, alone
 from .rebind import rebound
 from .replay_check import Tolerance
 from .replay_head import ReplayCaller, add_replay_head
-from .replay_metrics import support_metrics
+from .replay_metrics import StepMetrics, support_metrics
 from .route_sessions import RouteSessions
 from .support_growth import SupportGrowth
-from .tensor_parallel import check_tensor_parallel, seed_alike
+from .tensor_parallel import SampleGroups, check_tensor_parallel
 from .trace_saving import TraceSaver
+from .traces.columns import Trace
 
 if TYPE_CHECKING:
     from .collect import Collected
@@ -106,6 +108,7 @@ class ReplayTrainer(GapChecks, PublishesTraces, _TRLTrainer):
         self._saver: TraceSaver | None = None
         self._rewards: list[float] = []  # weighted sum for each completion of this process's latest generation batch
         self._generated_at = -1  # optimizer step of the buffered completions
+        self._step_metrics = StepMetrics()
         growth = self.replays_support and args.support_growth
         self._growth = SupportGrowth(args.support_mass_floor) if growth else None
         if not (self.replays_support or self.replays_routes):
@@ -124,9 +127,10 @@ class ReplayTrainer(GapChecks, PublishesTraces, _TRLTrainer):
         engine = {"VLLMGeneration": engine_builder(self, args)} if args.use_vllm else {}
         with rebound(self._trl, add_fused_lm_head=add_heads, **engine):
             super().__init__(model, reward_funcs, args=args, train_dataset=train_dataset, **kwargs)
-        seed_alike(self.model, args, self.accelerator.process_index)
+        self._groups = SampleGroups.of(self)
         if args.save_traces:
-            self._saver = TraceSaver(args, self)
+            with agreeing():
+                self._saver = TraceSaver(args, self)
             self.add_callback(self._saver)
         half_precision = args.bf16 or args.fp16 or self.model.dtype != torch.float32
         if args.use_vllm:
@@ -161,8 +165,6 @@ class ReplayTrainer(GapChecks, PublishesTraces, _TRLTrainer):
 
     def _record_transformers(self, prompt_ids: list, generate: Any) -> tuple[list, list[list[TracedLogprob]]]:
         """Completions of `generate`, which calls the model's own, and their log-probs, which know their rows."""
-        recorder = self._recorder
-        assert recorder is not None
         scores = ScoresRecorder(truncates=self.replays_support)
 
         def cut_there_too(stop_ids: list[int]) -> None:
@@ -173,6 +175,14 @@ class ReplayTrainer(GapChecks, PublishesTraces, _TRLTrainer):
             stack.enter_context(recording(self._base_model(), scores, cut_there_too))
             routing = stack.enter_context(self._routes.of(self.model).record()) if self.replays_routes else None
             completion_ids = scores.trim(generate())
+        return completion_ids, self._read_scores(prompt_ids, completion_ids, scores, routing)
+
+    @alone()
+    def _read_scores(
+        self, prompt_ids: list, completion_ids: list, scores: ScoresRecorder, routing: Any
+    ) -> list[list[TracedLogprob]]:
+        recorder = self._recorder
+        assert recorder is not None
         routes: list[Any] = [None] * len(completion_ids)
         if routing is not None:
             lengths = [(len(p), len(c)) for p, c in zip(prompt_ids, completion_ids, strict=True)]
@@ -181,11 +191,45 @@ class ReplayTrainer(GapChecks, PublishesTraces, _TRLTrainer):
             padded = -(-padded // multiple) * multiple
             width = padded + scores.num_steps
             routes = routing.samples([padded - p for p, _ in lengths], [p + c for p, c in lengths], width)
-        logprobs = [
+        return [
             recorder.add(ids, values, rows, routes=route)
             for ids, (values, rows), route in zip(completion_ids, scores.collect(completion_ids), routes, strict=True)
         ]
-        return completion_ids, logprobs
+
+    def _generate(self, prompts: list) -> Any:
+        if self._recorder is None:
+            return super()._generate(prompts)
+        if self.replays_routes:
+            self._routes.of(self.model)  # finding the routers takes all processes, which are on their own from here on
+        seen = self.state.num_input_tokens_seen
+        # Where processes meet in each turn of a conversation, one cannot tell the others between the turns.
+        together = contextlib.nullcontext() if self._turns_meet() else agreeing_around(self.accelerator)
+        with together:
+            output = super()._generate(prompts)
+        self.state.num_input_tokens_seen = self._groups.tokens_once(seen, self.state.num_input_tokens_seen)
+        self._metrics["train"]["num_tokens"] = [self.state.num_input_tokens_seen]
+        return output
+
+    @contextlib.contextmanager
+    def _collecting(self) -> Iterator[list[Trace]]:
+        """Around the making of samples, which are put into the list; checked, and if it fails on one process, on all.
+
+        What is wrong with one process's samples must not turn up in a pass that the processes make together.
+        """
+        samples: list[Trace] = []
+        with agreeing():
+            yield samples
+            if self.replays_routes:
+                self._routes.check(self.model, samples)
+        self._groups.check_same(samples)
+
+    def _turns_meet(self) -> bool:
+        """Whether a turn of TRL's conversations with tools has collectives, of the engine or of the sharded policy."""
+        if not getattr(self, "tools", None):
+            return False
+        if self.use_vllm:
+            return self.vllm_mode == "colocate" and self.vllm_generation.tensor_parallel_size > 1
+        return self.is_fsdp_enabled or self.is_deepspeed_enabled or not self._groups.single
 
     def _collect_settings(self, completion_ids: Sequence[Sequence[int]]) -> dict[str, Any]:
         """What `collect_samples` has to know of model, tokenizer and configuration."""
@@ -204,9 +248,7 @@ class ReplayTrainer(GapChecks, PublishesTraces, _TRLTrainer):
         assert self._pass is not None and self._recorder is not None
         self._pass.samples = collected.samples
         self._log_completion_columns(completion_columns(collected.samples))
-        self._log(
-            support_metrics(collected.samples, self._recorder.repaired, collected.num_synthetic, self._gather_row)
-        )
+        self._log(support_metrics(collected.samples, self._recorder.repaired, collected.num_synthetic))
 
     def _log_completion_columns(self, columns: dict[str, list[float | None]]) -> None:
         if self.log_completions:
@@ -218,15 +260,19 @@ class ReplayTrainer(GapChecks, PublishesTraces, _TRLTrainer):
             return super()._generate_and_score_completions(inputs)
         if not self.model.training:
             self._log_completion_columns(empty_columns(len(inputs)))  # the table has a value a row in every column
-            return super()._generate_and_score_completions(inputs)
-        with self._opened(ScoringPass("generation", recorder=SupportRecorder())) as generation:
+            with self._groups.counted_once(self._trl):
+                return super()._generate_and_score_completions(inputs)
+        generation = ScoringPass("generation", recorder=SupportRecorder())
+        with self._opened(generation), self._groups.counted_once(self._trl):
             output = super()._generate_and_score_completions(inputs)
         samples = output[SAMPLES] = generation.recorded(type(self).__name__)
         self._generated_at = self.state.global_step
         if self._growth is not None:
             self._growth.start()
         if self._saver is not None:
-            self._saver.save(samples, inputs, self._rewards)
+            with agreeing():
+                if self._groups.first:
+                    self._saver.save(samples, inputs, self._rewards)
         self._check_generated(output, generation)
         return output
 
@@ -241,6 +287,9 @@ class ReplayTrainer(GapChecks, PublishesTraces, _TRLTrainer):
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        if not (self.replays_support or self.replays_routes):
+            return rewards
+        rewards = self._groups.share_rewards(rewards)
         start = self.accelerator.process_index * len(prompts)
         weighted = rewards * self.reward_weights.to(rewards.device)
         # As TRL: a completion that no function could score has no reward, not one of 0.

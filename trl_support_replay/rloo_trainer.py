@@ -84,15 +84,17 @@ class SupportReplayRLOOTrainer(ReplayTrainer, RLOOTrainer):
         if self._recorder is None:
             return super()._generate(prompts)
         prompt_ids, completion_ids, completions = super()._generate(prompts)
-        collected = collect_samples(
-            self._recorder,
-            prompt_ids,
-            completion_ids,
-            None,
-            self._sampled_logprobs,
-            None,
-            **self._collect_settings(completion_ids),
-        )
+        with self._collecting() as samples:
+            collected = collect_samples(
+                self._recorder,
+                prompt_ids,
+                completion_ids,
+                None,
+                self._sampled_logprobs,
+                None,
+                **self._collect_settings(completion_ids),
+            )
+            samples += collected.samples
         self._sampled_logprobs = []
         self._keep_samples(collected)
         return prompt_ids, completion_ids, completions

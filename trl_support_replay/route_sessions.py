@@ -7,7 +7,7 @@ from typing import Any
 
 from .routing import RouteBatch, RouteMetrics, RouterReplay
 from .traces.columns import Trace
-from .traces.routes import RoutesError
+from .traces.routes import RoutedExperts, RoutesError
 
 
 class RouteSessions:
@@ -24,6 +24,24 @@ class RouteSessions:
         if id(model) not in self._replays:
             self._replays[id(model)] = RouterReplay(model)
         return self._replays[id(model)]
+
+    def check(self, model: Any, samples: Sequence[Trace]) -> None:
+        """Refuse samples whose routes cannot be replayed in `model`.
+
+        Raises:
+            RoutesError: naming the sample and the numbers: without routes, or not one row of them a token of prompt and
+                completion, or of other layers or another number of experts.
+        """
+        router = self.of(model)
+        for b, routes in enumerate(_routes_of(samples)):
+            num_tokens = len(samples[b].prompt_ids) + len(samples[b].completion_ids)
+            routes.check(
+                num_tokens=num_tokens,
+                layers=router.layers,
+                top_k=router.top_k,
+                num_experts=router.num_experts,
+                where=f"sample {b}",
+            )
 
     def open(
         self,
@@ -42,11 +60,7 @@ class RouteSessions:
             completion_length: number of completion columns.
             batch_size: samples a forward.
         """
-        routes = []
-        for b, sample in enumerate(samples):
-            if sample.routes is None:
-                raise RoutesError(f"Sample {b} has no routes, which routed_experts_replay=True asks for.")
-            routes.append(sample.routes)
+        routes = _routes_of(samples)
         starts = [width - completion_length - len(sample.prompt_ids) for sample in samples]
         self.of(model).open(*RouteBatch.from_samples(routes, starts, width).split(batch_size))
 
@@ -59,3 +73,12 @@ class RouteSessions:
         """Leave every model as it was, whatever happened."""
         for replay in self._replays.values():
             replay.discard()
+
+
+def _routes_of(samples: Sequence[Trace]) -> list[RoutedExperts]:
+    routes = []
+    for b, sample in enumerate(samples):
+        if sample.routes is None:
+            raise RoutesError(f"Sample {b} has no routes, which routed_experts_replay=True asks for.")
+        routes.append(sample.routes)
+    return routes

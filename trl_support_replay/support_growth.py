@@ -10,10 +10,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from .replay_head import recorded_mask
-from .replay_metrics import GatherRow
+from .replay_metrics import GatherRow, Metric, largest, mean, over_processes
 from .traces.columns import Trace
 
 logger = logging.getLogger(__name__)
@@ -38,12 +39,12 @@ class SupportGrowth:
 
     def measure(
         self, samples: Sequence[Trace], log_mass: torch.Tensor, step: int, gather: GatherRow
-    ) -> dict[str, float]:
-        """Metrics of one pass over some samples of the batch; all processes call it together.
+    ) -> dict[str, Metric]:
+        """Metrics of one pass over some samples of the batch, over all processes, which call it together.
 
         - `support/outside_mass`: mean over tokens of the mass outside their support.
         - `support/outside_mass_growth`: mean over tokens of its increase since the sample was first scored.
-        - `support/outside_mass_growth_max`: the largest increase.
+        - `support/outside_mass_growth_max`: the largest increase, 0 where there is none.
 
         Args:
             samples: `B` completions, the same objects in every pass.
@@ -53,27 +54,26 @@ class SupportGrowth:
         """
         on = recorded_mask(samples, log_mass.shape)
         mass = log_mass.detach().exp().double().cpu()
-        outside, growth, largest, count = 0.0, 0.0, 0.0, 0
+        outside, growth = [np.zeros(0)], [np.zeros(0)]
         for sample, row, mask in zip(samples, mass, on, strict=True):
             inside = row[mask]
             # The batch holds its samples as long as it lives, so an id stands for one of them.
-            grown = self._first.setdefault(id(sample), inside) - inside
-            outside += float((1 - inside).sum())
-            growth += float(grown.sum())
-            largest = max(largest, float(grown.max())) if len(grown) else largest
-            count += len(inside)
-        stats = gather([outside, growth, float(count), largest])
-        total = max(float(stats[:, 2].sum()), 1.0)
-        metrics = {
-            "support/outside_mass": float(stats[:, 0].sum()) / total,
-            "support/outside_mass_growth": float(stats[:, 1].sum()) / total,
-            "support/outside_mass_growth_max": float(stats[:, 3].max()),
-        }
-        self._warn(1 - metrics["support/outside_mass"], metrics["support/outside_mass_growth"], step)
+            growth.append((self._first.setdefault(id(sample), inside) - inside).numpy())
+            outside.append((1 - inside).numpy())
+        moved, out = np.concatenate(growth), np.concatenate(outside)
+        metrics = over_processes(
+            {
+                "support/outside_mass": mean(out.sum(), len(out)),
+                "support/outside_mass_growth": mean(moved.sum(), len(moved)),
+                "support/outside_mass_growth_max": largest(np.append(moved, 0.0)),
+            },
+            gather,
+        )
+        self._warn(1 - metrics["support/outside_mass"].value, metrics["support/outside_mass_growth"].value, step)
         return metrics
 
     def _warn(self, inside: float, growth: float, step: int) -> None:
-        if inside >= self._floor or self._warned:
+        if not inside < self._floor or self._warned:  # NaN where no token has a support
             return
         self._warned = True
         logger.warning(

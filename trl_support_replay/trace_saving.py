@@ -1,4 +1,4 @@
-"""Saves the traces of a training run, a shard a generation batch and process."""
+"""Saves the traces of a training run: for each generation batch, one shard per process with samples of its own."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import transformers
 from transformers import TrainerCallback
 
+from .processes import agreeing
 from .traces.columns import Trace, TraceSchemaError, check_column_names, traces_to_table
 from .traces.record import FolderRecord
 from .traces.shards import ShardFolder
@@ -52,12 +53,13 @@ class TraceSaver(TrainerCallback):
         self._batch_of_step = (-1, 0)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._claim(args)
         accelerator = self._trainer.accelerator
-        if state.global_step == 0 and accelerator.is_main_process:
-            self._folder.set_aside()
-        accelerator.wait_for_everyone()
-        self._folder.discard_from(state.global_step, accelerator.process_index, accelerator.num_processes)
+        with agreeing():  # none goes on before the main process is done
+            self._claim(args)
+            if state.global_step == 0 and accelerator.is_main_process:
+                self._folder.set_aside()
+        with agreeing():
+            self._folder.discard_from(state.global_step, accelerator.process_index, accelerator.num_processes)
 
     def _claim(self, args: Any) -> None:
         """Only the run that made the shards of a folder may replace them: one with the same output_dir and sampling.

@@ -22,6 +22,7 @@ from .config import SupportReplayGRPOConfig
 from .environment import check_seam
 from .offline import GROUP_COLUMN, OfflineTraces, is_trace_dataset
 from .passes import LossInputs, ScoringPass
+from .processes import agreeing
 from .rebind import rebound
 from .replay_trainer import SHARED_SEAM, ReplayTrainer
 from .tensor_parallel import tensor_parallel_size
@@ -67,7 +68,8 @@ class SupportReplayGRPOTrainer(ReplayTrainer, GRPOTrainer):
         args = self._checked_args(model, args)
         self._offline: OfflineTraces | None = None
         if is_trace_dataset(train_dataset):
-            self._offline = OfflineTraces(train_dataset, args, tensor_parallel_size(model))
+            with agreeing():
+                self._offline = OfflineTraces(train_dataset, args)
             self._sampled_elsewhere = True
             train_dataset = self._offline.prompts()
             kwargs["rollout_func"] = self._offline.rollout
@@ -83,6 +85,8 @@ class SupportReplayGRPOTrainer(ReplayTrainer, GRPOTrainer):
                 # The rollout function is not the user's, who can do nothing about its being experimental.
                 warnings.filterwarnings("ignore", message="You are using 'rollout_func'")
             super().__init__(model, reward_funcs, args, train_dataset, **kwargs)
+        if self._offline is not None:
+            self._offline.tensor_parallel_size = tensor_parallel_size(self.model)
 
     def _entropy_in_loss(self) -> bool:
         return self._entropy_bonus_enabled or self.top_entropy_quantile < 1.0
@@ -103,16 +107,18 @@ class SupportReplayGRPOTrainer(ReplayTrainer, GRPOTrainer):
         prompt_ids, completion_ids, tool_mask, completions, logprobs, extra, *rest = super()._generate(prompts)
         # TRL would hand these to the reward functions.
         given, given_routes = extra.pop(ROLLOUT_KEY, None), extra.pop(ROUTES_KEY, None)
-        collected = collect_samples(
-            self._recorder,
-            prompt_ids,
-            completion_ids,
-            tool_mask,
-            logprobs,
-            given,
-            given_routes,
-            **self._collect_settings(completion_ids),
-        )
+        with self._collecting() as samples:
+            collected = collect_samples(
+                self._recorder,
+                prompt_ids,
+                completion_ids,
+                tool_mask,
+                logprobs,
+                given,
+                given_routes,
+                **self._collect_settings(completion_ids),
+            )
+            samples += collected.samples
         self._keep_samples(collected)
         return prompt_ids, completion_ids, collected.tool_mask, completions, collected.logprobs, extra, *rest
 

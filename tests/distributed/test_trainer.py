@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -16,7 +18,7 @@ from tests.serving.fakes import AppServer, serving
 from tests.serving.test_sglang import SGLangWithModel
 from tests.trainer.conftest import character_tokenizer
 from trl_support_replay import SupportReplayGRPOConfig
-from trl_support_replay.tensor_parallel import check_tensor_parallel
+from trl_support_replay.tensor_parallel import SampleGroups, check_tensor_parallel
 
 WORKER = Path(__file__).with_name("trainer_worker.py")
 TORCHRUN = ["torch.distributed.run", "--standalone"]
@@ -90,8 +92,11 @@ def assert_same_training(got, want):
             moved += value.abs().sum().item()
     assert moved > 0
     for a, b in zip(got["log"][:3], want["log"][:3], strict=True):
-        for metric in ("loss", "support/size_mean", "support/singleton_fraction", "entropy"):
+        for metric in ("loss", "entropy", "reward_std", *(name for name in b if name.startswith("support/"))):
             assert a[metric] == pytest.approx(b[metric], abs=1e-5), metric
+        for metric in ("support/size_max", "support/synthetic_eos", "num_tokens"):
+            assert a[metric] == b[metric], metric
+    assert sum(log["support/synthetic_eos"] for log in got["log"][:3]) > 0
 
 
 def zero_config(tmp_path, stage):
@@ -177,6 +182,31 @@ def test_tensor_parallel(model_path, single, tmp_path, tied, settings):
     assert_same_training(tensor_parallel(model_path(tied), tmp_path / "run", settings), single(tied, settings))
 
 
+def test_the_processes_of_a_split_policy_count_and_save_once(model_path, tmp_path):
+    """Two steps a generation, and a standard deviation over the batch, which copies of the rewards would change."""
+    settings = {"gradient_accumulation_steps": 2, "scale_rewards": "batch", "save_traces": True}
+    single = launch(
+        [*TORCHRUN, "--nproc_per_node=1"],
+        model_path(False),
+        tmp_path / "single",
+        settings | {"per_device_train_batch_size": 4},
+    )
+    split = launch(
+        [*TORCHRUN, "--nproc_per_node=2"],
+        model_path(False),
+        tmp_path / "split",
+        settings | {"per_device_train_batch_size": 4, "tensor_parallel": True},
+    )
+    assert_same_training(split, single)
+    shards = [sorted((tmp_path / run / "traces").glob("*.parquet")) for run in ("single", "split")]
+    assert [shard.name for shard in shards[1]] == [f"traces-{step:08d}-000-00000.parquet" for step in range(3)]
+    for one, other in zip(*shards, strict=True):
+        want, found = (pq.read_table(path, columns=["prompt", "completion_ids", "reward"]) for path in (one, other))
+        assert found.equals(want)
+    prompts = [prompt for shard in shards[1] for prompt in pq.read_table(shard)["prompt"].to_pylist()]
+    assert prompts == [str(i) for i in range(6) for _ in range(4)]  # each of them, and none twice
+
+
 @pytest.mark.parametrize("way", [ddp, zero3, tensor_parallel])
 def test_what_was_sampled_is_replayed(model_path, tmp_path, way):
     """Completions that the ranks sample themselves, with the check of every batch on."""
@@ -197,6 +227,29 @@ def test_a_server_samples_with_the_gathered_weights(model_path, tmp_path, way):
         got = way(model_path(False), tmp_path / "run", {"sglang": sglang})
     assert [body["weight_version"][-7:] for body in fake.loaded] == ["-000000", "-000001", "-000002"]
     assert all(log["support/logprob_gap_max"] <= 1e-4 for log in got["log"][:3])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"per_device_train_batch_size": 2}, r"steps_per_generation = 2 with num_generations=4 .*\(tp_size=2\)"),
+        (
+            {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 6},
+            r"per_device_eval_batch_size = 6 with num_generations=4 .* to a multiple of 4",
+        ),
+        (
+            {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "num_generations_eval": 8},
+            "per_device_eval_batch_size = 4 with num_generations_eval=8",
+        ),
+    ],
+)
+def test_a_split_policy_with_parts_of_groups_is_refused(settings, message):
+    defaults = {"num_generations": 4, "num_generations_eval": None, "per_device_eval_batch_size": 4}
+    settings = defaults | {"steps_per_generation": 1} | settings
+    args = SimpleNamespace(use_vllm=False, world_size=2, generation_batch_size=4, seed=0, **settings)
+    trainer = SimpleNamespace(args=args, model=SimpleNamespace(tp_size=2), eval_dataset=[1], accelerator=None)
+    with pytest.raises(ValueError, match=message):
+        SampleGroups.of(trainer)
 
 
 def test_a_split_policy_with_vllm_is_refused(model_path):

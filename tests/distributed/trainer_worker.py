@@ -22,7 +22,7 @@ from transformers.distributed import DistributedConfig
 from trl_support_replay import SupportReplayGRPOConfig, SupportReplayGRPOTrainer
 from trl_support_replay.capture.sglang_server import SGLangRollout
 
-VOCABULARY = 96
+VOCABULARY, EOS = 96, 2
 LENGTH = 10
 
 
@@ -39,6 +39,8 @@ def rollout(prompts, trainer):
         rows = [
             list({int(t), *rng.integers(0, VOCABULARY, size - 1).tolist()}) for t, size in zip(ids, sizes, strict=True)
         ]
+        if rng.random() < 0.3:  # an end that nobody sampled
+            ids, rows = np.append(ids[:-1], EOS), [*rows[:-1], []]
         prompt_ids.append(rng.integers(3, VOCABULARY, int(rng.integers(3, 7))).tolist())
         completion_ids.append(ids.tolist())
         supports.append(rows)
@@ -60,6 +62,8 @@ def main() -> None:
     tensor_parallel = settings.pop("tensor_parallel", False)
     samples = settings.pop("samples", False)
     sglang = settings.pop("sglang", None)
+    if settings.get("save_traces"):
+        settings["save_traces"] = str(output / "traces")
     if settings.pop("lora", False):
         from peft import LoraConfig
 

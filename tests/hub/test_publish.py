@@ -161,3 +161,8 @@ def test_a_run_is_summed_up_over_its_whole_history():
         "gap of replayed to recorded log-probs, largest (nats)": 3e-5,
         "supports repaired": 3,
     }
+
+
+def test_means_over_a_run_are_weighted_by_tokens():
+    history = [{"support/size_mean": 4.0, "support/tokens": 30}, {"support/size_mean": 8.0, "support/tokens": 10}]
+    assert summarize(history) == {"support size, mean": 5.0}

@@ -1,5 +1,7 @@
 """Routed experts through the real trainer: recorded by the generator, replayed in every scoring pass."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from trl_support_replay.replay_check import ReplayGapError
 from trl_support_replay.routing import UnreplayableRouterError
-from trl_support_replay.traces.routes import RoutesError
+from trl_support_replay.traces.routes import RoutedExperts, RoutesError
 
 from .conftest import character_tokenizer
 from .test_multi_turn import rollout
@@ -181,6 +183,32 @@ def test_a_rollout_without_routes_is_refused(build, moe_path):
 
     trainer = build(moe_path, **HF, top_p=0.9, rollout_func=rollout(supports_of))
     with pytest.raises(RoutesError, match="has no routes, which routed_experts_replay=True asks for"):
+        trainer.train()
+
+
+def too_short(routes):
+    return routes[:-1]  # whose last token would be taken for padding
+
+
+def other_layers(routes):
+    return RoutedExperts(routes.experts, captured=routes.captured, layers=(0, 2), num_experts=routes.num_experts)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (too_short, r"sample 1: recorded tokens \d+, expected"),
+        (other_layers, r"recorded layers \(0, 2\), expected \(1"),
+    ],
+)
+def test_routes_of_other_tokens_or_layers_are_refused(build, moe_path, monkeypatch, change, message):
+    def edit(samples):
+        samples[1] = replace(samples[1], routes=change(samples[1].routes))
+
+    trainer = build(moe_path, **HF, top_p=0.9)
+    module, edited = edit_samples(trainer, edit)
+    monkeypatch.setattr(module, "collect_samples", edited)
+    with pytest.raises(RoutesError, match=message):
         trainer.train()
 
 

@@ -252,7 +252,7 @@ def test_a_low_mass_is_warned_of_once_a_batch(caplog):
     assert len(caplog.records) == 2
     assert "hold 0.400 of the policy's mass" in caplog.text and "support_mass_floor=0.6" in caplog.text
     assert "0.400 left them" in caplog.text.split("\n")[0]
-    assert metrics["support/outside_mass_growth_max"] == pytest.approx(0.6, abs=1e-6)
+    assert metrics["support/outside_mass_growth_max"].value == pytest.approx(0.6, abs=1e-6)
 
 
 @pytest.mark.parametrize("floor", [-0.1, 1.5])

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..routing import RouteBatch, RouterReplay
+from ..routing import RouteBatch, RouteMetrics, RouterReplay
 from ..scoring import SupportCSR, lm_head_from_model, score_candidates, score_support
 from ..trace_scores import padded_batch
 from ..traces.columns import Trace
@@ -113,38 +113,37 @@ class TokenScorer:
         counts = np.bincount(tokens.trace, minlength=len(tokens.traces))
         sizes = np.bincount(tokens.trace, weights=tokens.supports.sizes, minlength=len(tokens.traces)).astype(np.int64)
         parts: list[dict[str, np.ndarray]] = [{}] * len(tokens.traces)
-        agreements = []
+        routed: list[RouteMetrics] = []
         # Traces of like length share a batch, so that little is padded.
         order = sorted(np.flatnonzero(counts), key=lambda b: len(tokens.traces[b].completion_ids))
         with _evaluating(self.model):
             for start in self._track(range(0, len(order), self._batch_size)):
                 chosen = order[start : start + self._batch_size]
-                scores, agreement = self._forward(tokens, chosen, replay_routes)
-                agreements.append(agreement)
+                scores, routes = self._forward(tokens, chosen, replay_routes)
+                routed += [] if routes is None else [routes]
                 for name, values in scores.items():
                     lengths = sizes if name == "candidates" else counts
                     for b, part in zip(chosen, np.split(values, np.cumsum(lengths[chosen])[:-1]), strict=True):
                         parts[b] = parts[b] | {name: part}
         names = ("logprobs", "full_logprobs", "log_mass", "candidates")
         joined = {n: np.concatenate([np.zeros(0), *(part[n] for part in parts if part)]) for n in names}
-        known = [a for a in agreements if a is not None]
-        return TokenScores(**joined, agreement=float(np.mean(known)) if known else None)
+        return TokenScores(**joined, agreement=sum(routed[1:], routed[0]).agreement if routed else None)
 
     def _forward(
         self, tokens: RecordedTokens, chosen: Sequence[int], replay_routes: bool
-    ) -> tuple[dict[str, np.ndarray], float | None]:
+    ) -> tuple[dict[str, np.ndarray], RouteMetrics | None]:
         traces = [tokens.traces[b] for b in chosen]
         ids, mask, prompt = padded_batch(traces)
         device = next(self._causal.parameters()).device
         inputs = {"input_ids": torch.from_numpy(ids).to(device), "attention_mask": torch.from_numpy(mask).to(device)}
-        agreement = None
+        routes = None
         if replay_routes:
             self._replay = self._replay or RouterReplay(self._causal)
             starts = [prompt - len(trace.prompt_ids) for trace in traces]
             batch = RouteBatch.from_samples([t.routes for t in traces if t.routes is not None], starts, ids.shape[1])
             with self._replay.scope(batch) as scope:
                 hidden = self._causal.base_model(**inputs, use_cache=False).last_hidden_state  # [B, P + T, H]
-            agreement = scope.metrics.agreement
+            routes = scope.metrics
         else:
             hidden = self._causal.base_model(**inputs, use_cache=False).last_hidden_state
         rows = [np.flatnonzero(tokens.trace == b) for b in chosen]
@@ -161,7 +160,7 @@ class TokenScorer:
         scores = score_support(hidden, head, sampled, csr, temperature=self._temperature, outputs=outputs)
         found = {name: getattr(scores, name) for name in outputs}
         found["candidates"] = score_candidates(hidden, head, csr, temperature=self._temperature)
-        return {name: values.double().cpu().numpy() for name, values in found.items()}, agreement
+        return {name: values.double().cpu().numpy() for name, values in found.items()}, routes
 
 
 @contextmanager

@@ -23,6 +23,7 @@ import orjson
 from ..built_engine import described
 from ..collect import ROLLOUT_KEY
 from ..contract import SamplingSettings, UnreplayableSettingError, normalize_top_k
+from ..processes import alone
 from ..sampling_table import unknown
 from ..sampling_table.sglang import REQUEST
 from ..serving.pool import ServerPool, new_request_id
@@ -171,6 +172,10 @@ class SGLangRollout:
         """Completions of `prompts`, in the form that TRL expects from a `rollout_func`."""
         if self._weights_dir is not None and trainer.state.global_step != self._loaded_step:
             self._sync(trainer)
+        return self._sample(prompts, trainer)
+
+    @alone()
+    def _sample(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         self._pool.first_server = trainer.accelerator.process_index
         support = trainer.replays_support and trainer.model.training
         if trainer.model.training and not support:

@@ -25,6 +25,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from ..built_engine import check_engine
 from ..contract import SamplingSettings
 from ..environment import VLLM, check_seam, installed
+from ..processes import alone
 from ..rebind import rebound
 from ..traces.routes import RoutedExperts
 from ..traces.support import SupportRows
@@ -269,6 +270,7 @@ class SupportVLLMGeneration(EngineFixes):
         stops = bool(own.get("stop"))
         self.generation_kwargs = {**({} if stops else {"detokenize": False}), **own, **self._request_kwargs()}
 
+        @alone()
         def extract(outputs: list[Any]) -> tuple[list, list]:
             logprobs: list[list] = []
             token_ids: list[list] = []

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit, urlunsplit
 import numpy as np
 
 from ..contract import SamplingSettings
+from ..processes import agreeing, alone
 from ..routing import RouterReplay
 from ..serving.pool import ServerPool, new_request_id
 from ..serving.prefixes import PrefixIndex
@@ -111,6 +112,18 @@ class SupportVLLMServerGeneration(CheckpointWeights):
                     "weight_sync_dir, and start the servers with --weights-dir."
                 )
             super()._init_vllm()
+        with agreeing():  # a server may be out of reach of one process
+            self._connect(urls)
+        if self._weight_sync == "filesystem":
+            self.vllm_client: Any = _ServerFacts(self._same("logprobs_mode"))
+            self._weights = versions_of_run(self.accelerator, self._weight_sync_dir or "")
+        self.accelerator.wait_for_everyone()
+        logger.info(
+            "Supports come from %s.", ", ".join(f"{server.url} ({server.capture})" for server in self.pool.servers)
+        )
+
+    def _connect(self, urls: list[str]) -> None:
+        """Connect this process with the servers, and refuse those that do not offer what is needed."""
         self.pool = ServerPool(
             urls,
             # As on the server, the environment keeps the key out of arguments and logs.
@@ -142,13 +155,6 @@ class SupportVLLMServerGeneration(CheckpointWeights):
                     f"weight_sync='filesystem', but {server.url} reloads no weights. Start it with "
                     "`trl-support-replay vllm-serve --weights-dir DIR`, DIR being the folder of weight_sync_dir."
                 )
-        if self._weight_sync == "filesystem":
-            self.vllm_client: Any = _ServerFacts(self._same("logprobs_mode"))
-            self._weights = versions_of_run(self.accelerator, self._weight_sync_dir or "")
-        self.accelerator.wait_for_everyone()
-        logger.info(
-            "Supports come from %s.", ", ".join(f"{server.url} ({server.capture})" for server in self.pool.servers)
-        )
 
     def _urls(self) -> list[str]:
         own = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
@@ -166,6 +172,7 @@ class SupportVLLMServerGeneration(CheckpointWeights):
 
     # ------------------------------------------------------------------------------------------------- generation
 
+    @alone()
     def generate(
         self,
         prompts: list[list[int]],

@@ -23,13 +23,19 @@ _CAPTURES = {
     "scores": "the processed scores of each step",
 }
 
+
+def _mean_of_tokens(values: Sequence[float], tokens: Sequence[float]) -> float:
+    """The mean over all tokens of a run, from the means of its logging steps and their numbers of tokens."""
+    return fmean(values, tokens if any(tokens) else None)
+
+
 # metric -> (label, how a run is summed up from its logging steps)
 _SUMMARY: dict[str, tuple[str, Any]] = {
-    "support/size_mean": ("support size, mean", fmean),
+    "support/size_mean": ("support size, mean", _mean_of_tokens),
     "support/size_max": ("support size, largest", max),
-    "support/singleton_fraction": ("supports of one token", fmean),
-    "support/log_mass": ("log of the mass that truncation kept, mean", fmean),
-    "support/logprob_gap_mean": ("gap of replayed to recorded log-probs, mean (nats)", fmean),
+    "support/singleton_fraction": ("supports of one token", _mean_of_tokens),
+    "support/log_mass": ("log of the mass that truncation kept, mean", _mean_of_tokens),
+    "support/logprob_gap_mean": ("gap of replayed to recorded log-probs, mean (nats)", _mean_of_tokens),
     "support/logprob_gap_max": ("gap of replayed to recorded log-probs, largest (nats)", max),
     "sampling/importance_sampling_ratio_raw/mean": ("sequence importance ratio right after generation, mean", fmean),
     "sampling/outside_10pct": ("sequences with a ratio outside 0.9 to 1.1", fmean),
@@ -91,8 +97,11 @@ def summarize(history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Label to figure, of the metrics that a run logged; those it never logged are left out."""
     found = {}
     for metric, (label, reduce) in _SUMMARY.items():
-        values = [float(log[metric]) for log in history if log.get(metric) is not None]
-        if values:
+        logs = [log for log in history if log.get(metric) is not None]
+        values = [float(log[metric]) for log in logs]
+        if values and reduce is _mean_of_tokens:
+            found[label] = reduce(values, [float(log.get("support/tokens") or 0) for log in logs])
+        elif values:
             found[label] = reduce(values)
     return found
 

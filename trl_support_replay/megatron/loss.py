@@ -43,7 +43,7 @@ def policy_loss(
 
     Returns:
         A function of the scores `[B, S, 1]`, log-probs in the first column, for the schedule: it gives the loss and
-        `{"sums": [5]}`, sums over this rank's tokens of loss, ratio, clipped tokens, KL and tokens; see
+        `{"sums": [5]}`, float64 sums over this rank's tokens of loss, ratio, clipped tokens, KL and tokens; see
         [`mean_metrics`].
 
     Raises:
@@ -81,7 +81,8 @@ def _policy_loss(
     is_clipped = (ratio * advantages > clipped * advantages) & mask
     with torch.no_grad():
         each = (losses, ratio, is_clipped.float(), kl, torch.ones_like(losses))
-        sums = torch.stack([torch.where(mask, x, 0).sum() for x in each])
+        # In float64: float32 rounds counts above 2^24.
+        sums = torch.stack([torch.where(mask, x, 0).sum(dtype=torch.float64) for x in each])
     return loss, {"sums": sums}
 
 

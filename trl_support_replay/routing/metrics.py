@@ -11,25 +11,61 @@ from .devices import stack_across_devices
 
 @dataclass(frozen=True)
 class RouteMetrics:
-    """Counts over the captured positions of the forwards of one scope. Padding is in none of them.
+    """Counts over the captured positions of some forwards. Padding is in none of them.
+
+    The metrics of further forwards or ranks with the same layers can be added, and the fractions are then those over
+    all of their positions.
 
     Attributes:
         layers: global layer numbers, `L`.
-        agreement: fraction of replayed experts that the live router would have chosen too, over all layers.
-            `nan` when nothing was captured.
-        agreement_per_layer: the same, layer by layer.
-        order_mismatch: fraction of (position, layer) whose experts are the live router's, in another order. The order
-            only changes the rounding of the sum over experts.
+        top_k: number of experts of a position in a layer, `k`.
+        same: for each layer, number of replayed experts that the live router would have chosen too.
+        reordered: number of (position, layer) whose experts are the live router's, in another order. The order only
+            changes the rounding of the sum over experts.
         captured: number of positions with a recorded route.
         uncaptured: number of positions that took the live router's choice.
     """
 
     layers: tuple[int, ...]
-    agreement: float
-    agreement_per_layer: tuple[float, ...]
-    order_mismatch: float
+    top_k: int
+    same: tuple[int, ...]
+    reordered: int
     captured: int
     uncaptured: int
+
+    def __add__(self, other: RouteMetrics) -> RouteMetrics:
+        if (self.layers, self.top_k) != (other.layers, other.top_k):
+            raise ValueError(
+                f"Metrics of the layers {self.layers} with {self.top_k} experts and of the layers {other.layers} with "
+                f"{other.top_k} cannot be added."
+            )
+        return RouteMetrics(
+            self.layers,
+            self.top_k,
+            tuple(a + b for a, b in zip(self.same, other.same, strict=True)),
+            self.reordered + other.reordered,
+            self.captured + other.captured,
+            self.uncaptured + other.uncaptured,
+        )
+
+    @property
+    def agreement(self) -> float:
+        """Fraction of the replayed experts that the live router would have chosen too; NaN where none was captured."""
+        return _fraction(sum(self.same), self.captured * self.top_k * len(self.layers))
+
+    @property
+    def agreement_per_layer(self) -> tuple[float, ...]:
+        """The same, layer by layer."""
+        return tuple(_fraction(same, self.captured * self.top_k) for same in self.same)
+
+    @property
+    def order_mismatch(self) -> float:
+        """Fraction of (position, layer) that are `reordered`."""
+        return _fraction(self.reordered, self.captured * len(self.layers))
+
+
+def _fraction(part: int, whole: int) -> float:
+    return part / whole if whole else float("nan")
 
 
 class RouteCounter:
@@ -64,15 +100,4 @@ class RouteCounter:
             both = torch.stack([stack_across_devices(self.same), stack_across_devices(self.reordered)]).cpu()
             same.index_add_(0, torch.tensor(self.columns), both[0])
             reordered = int(both[1].sum())
-        if not captured:
-            nan = float("nan")
-            return RouteMetrics(self.layers, nan, (nan,) * len(self.layers), nan, 0, uncaptured)
-        per_layer = tuple((same.double() / (captured * self.top_k)).tolist())
-        return RouteMetrics(
-            layers=self.layers,
-            agreement=sum(per_layer) / len(per_layer),
-            agreement_per_layer=per_layer,
-            order_mismatch=reordered / (captured * len(self.layers)),
-            captured=captured,
-            uncaptured=uncaptured,
-        )
+        return RouteMetrics(self.layers, self.top_k, tuple(same.tolist()), reordered, captured, uncaptured)
