@@ -105,6 +105,21 @@ def test_routes_that_the_engine_chose_otherwise(moe):
     assert {f.cause for f in audit.findings} == {"truncation", "routes"} and "replay removes" in audit.verdict
     assert np.abs(audit.parts["numerics"]).max() < 1e-4 < mean(audit, "routes")
     assert 0.8 < audit.scores.replayed.agreement < 0.95
+    # The same over traces of unequal lengths, whether each is a batch or all are one.
+    lengths = [2, *(len(trace.completion_ids) for trace in traces[1:])]
+    uneven = RecordedTokens.of([cut(trace, length) for trace, length in zip(traces, lengths, strict=True)])
+    agreements = [TokenScorer(moe, 1.0, size).score(uneven, replay_routes=True).agreement for size in (1, 8)]
+    assert agreements[0] == agreements[1]
+
+
+def cut(trace, length):
+    """The first tokens of a completion."""
+    parts = ("completion_ids", "loss_mask", "sampling_logprobs", "supports")
+    return replace(
+        trace,
+        routes=trace.routes[: len(trace.prompt_ids) + length],
+        **{name: getattr(trace, name)[:length] for name in parts},
+    )
 
 
 def test_right_routes_leave_nothing(moe):

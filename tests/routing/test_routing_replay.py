@@ -1,11 +1,13 @@
 """How long routes last: scopes, models side by side, metrics and recording."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from moe_checks import BATCH, WIDTH, attributes, loss_of, random_routes, record, tokens, train_step
 from moe_families import NUM_EXPERTS, TOP_K, build
 
-from trl_support_replay.routing import RouteBatch, RouterReplay, RouterReplayError
+from trl_support_replay.routing import RouteBatch, RouteMetrics, RouterReplay, RouterReplayError
 from trl_support_replay.traces.routes import RoutedExperts
 
 # Scopes
@@ -193,6 +195,11 @@ def test_agreement_by_layer_and_order(model):
     assert metrics.agreement == pytest.approx(1 - 4 / (18 * TOP_K))
     assert metrics.agreement_per_layer == (metrics.agreement,)
     assert metrics.order_mismatch == pytest.approx(1 / 18)
+    all_alike = RouteMetrics(metrics.layers, TOP_K, (2 * TOP_K,), 0, 2, 0)
+    assert (metrics + all_alike).agreement == pytest.approx(1 - 4 / (20 * TOP_K))
+    assert (metrics + all_alike).order_mismatch == pytest.approx(1 / 20)
+    with pytest.raises(ValueError, match=r"layers \(0,\) .* layers \(1,\)"):
+        metrics + replace(all_alike, layers=(1,))
 
 
 def test_layers_that_run_again_are_counted_once(model):
