@@ -32,6 +32,7 @@ def metrics(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.needs("vllm")
 def test_the_cpu_recipe_trains(smollm2_path, tmp_path):
     output = tmp_path / "run"
     command(

@@ -42,6 +42,7 @@ def moe_path(tmp_path_factory):
     return path
 
 
+@pytest.mark.needs("vllm")
 @pytest.mark.parametrize(
     "sampling",
     [
