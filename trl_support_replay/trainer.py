@@ -21,6 +21,7 @@ from .collect import ROLLOUT_KEY, ROUTES_KEY, collect_samples
 from .config import SupportReplayGRPOConfig
 from .environment import check_seam
 from .offline import GROUP_COLUMN, OfflineTraces, is_trace_dataset
+from .preflight import own_config
 from .rebind import rebound
 from .replay_trainer import SAMPLES, SHARED_SEAM, ReplayTrainer
 from .tensor_parallel import tensor_parallel_size
@@ -66,7 +67,7 @@ class SupportReplayGRPOTrainer(ReplayTrainer, GRPOTrainer):
         self._offline: OfflineTraces | None = None
         self._loss_inputs: dict[str, Any] | None = None
         if is_trace_dataset(train_dataset):
-            self._offline = OfflineTraces(train_dataset, args, tensor_parallel_size(model))
+            self._offline = OfflineTraces(train_dataset, args, own_config(model, args), tensor_parallel_size(model))
             self._sampled_elsewhere = True
             train_dataset = self._offline.prompts()
             kwargs["rollout_func"] = self._offline.rollout

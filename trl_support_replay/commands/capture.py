@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
     from ..traces.shards import ShardFolder
 
     settings = _settings(args)
-    rows, types = _prompts(args)
+    rows, types, metadata = _prompts(args)
     folder = ShardFolder(args.output, "--output")
     decisive = {key: value for key, value in vars(args).items() if key not in ("output", "server_url")}
     # The name of a file says nothing of what is in it.
@@ -107,6 +107,7 @@ def main(argv: Sequence[str]) -> int:
                 sampling=sampling,
                 engine={"name": generator.name, "version": generator.version},
                 types=types,
+                metadata=metadata,
             )
             folder.write(table, i)
             progress.advance(task)
@@ -137,13 +138,14 @@ def _settings(args: argparse.Namespace) -> Any:
     return settings
 
 
-def _prompts(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The rows to sample from, and the Arrow type of each of their columns."""
+def _prompts(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any], Any]:
+    """The rows to sample from, the Arrow type of each of their columns, and what `datasets` knows of them beyond."""
     import datasets
     import pyarrow as pa
     from datasets.exceptions import DatasetsError
 
     from ..traces.columns import check_column_names
+    from ..traces.multimodal import check_text_row
 
     place = Path(args.dataset)
     try:
@@ -179,7 +181,9 @@ def _prompts(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, 
                 f"--dataset {args.dataset}: column {name!r} mixes values that no one type holds ({error}). Make "
                 "them alike, or drop the column."
             ) from error
-    return rows, types
+    for i, row in enumerate(rows):
+        check_text_row(row, f"--dataset {args.dataset}, row {i}")
+    return rows, types, data.features.arrow_schema.metadata
 
 
 def _contents(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
