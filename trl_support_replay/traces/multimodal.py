@@ -66,19 +66,33 @@ def check_no_placeholders(traces: Sequence[Trace], config: Any, where: str = "Ro
     Raises:
         MultimodalTraceError: naming the row, the id and its name in the configuration.
     """
+    check_ids([trace.prompt_ids for trace in traces], config, where, "prompt")
+    # Those that the policy did not sample.
+    given = [t.completion_ids[~t.loss_mask & (t.supports.sizes == 0)] for t in traces]
+    check_ids(given, config, where, "observations")
+
+
+def check_ids(rows: Sequence[Any], config: Any, where: str, what: str) -> None:
+    """Refuse lists of token ids that hold ids which stand for images, video or audio.
+
+    Args:
+        rows: the lists.
+        config: of the model.
+        where: what to call a list, before its number.
+        what: what the ids are.
+
+    Raises:
+        MultimodalTraceError: naming the row, the id and its name in the configuration.
+    """
     names = placeholder_ids(config)
-    if not names:
-        return
-    ids = np.array(list(names))
-    for i, trace in enumerate(traces):
-        given = trace.completion_ids[~trace.loss_mask & (trace.supports.sizes == 0)]
-        for what, tokens in (("prompt", trace.prompt_ids), ("observations", given)):
-            held = tokens[np.isin(tokens, ids)]
-            if len(held):
-                raise MultimodalTraceError(
-                    f"{where} {i}: its {what} hold {len(held)} times the id {held[0]}, the {names[int(held[0])]} of "
-                    f"{config.model_type}. {_REMEDY}."
-                )
+    for i, row in enumerate(rows if names else ()):
+        ids = np.asarray(row, np.int64)
+        held = ids[np.isin(ids, list(names))]
+        if len(held):
+            raise MultimodalTraceError(
+                f"{where} {i}: its {what} hold {len(held)} times the id {held[0]}, the {names[int(held[0])]} of "
+                f"{config.model_type}. {_REMEDY}."
+            )
 
 
 def placeholder_ids(config: Any) -> dict[int, str]:
