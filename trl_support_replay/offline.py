@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,11 @@ from datasets import Dataset, IterableDataset
 from .collect import ROLLOUT_KEY, ROUTES_KEY
 from .contract import normalize_top_k
 from .processes import alone
-from .traces.columns import REQUIRED_COLUMNS, Trace, TraceSchemaError, table_to_traces
+from .tensor_parallel import tensor_parallel_size
+from .traces.columns import OWN_COLUMNS, REQUIRED_COLUMNS, Trace, TraceSchemaError, table_to_traces
+from .traces.multimodal import check_no_placeholders
+from .traces.reading import dataset_table
+from .traces.sampling import SETTINGS, sampling_settings
 
 logger = logging.getLogger(__name__)
 
@@ -21,9 +26,20 @@ GROUP_COLUMN = "trace_group"
 
 
 def is_trace_dataset(dataset: Any) -> bool:
-    """Whether a training dataset holds traces rather than prompts."""
+    """Whether a training dataset holds traces rather than prompts.
+
+    Raises:
+        TraceSchemaError: it has some columns of traces and not the others, so it is neither.
+    """
     columns = getattr(dataset, "column_names", None) or []
-    return set(REQUIRED_COLUMNS) <= set(columns)
+    held = [name for name in REQUIRED_COLUMNS if name in columns]
+    missing = [name for name in REQUIRED_COLUMNS if name not in columns]
+    if held and missing:
+        raise TraceSchemaError(
+            f"The training dataset has the columns {held} of saved traces and lacks {missing}. Train on whole traces, "
+            f"or, to sample its prompts anew, drop those columns: dataset.remove_columns({held})."
+        )
+    return not missing
 
 
 class OfflineTraces:
@@ -33,24 +49,27 @@ class OfflineTraces:
         dataset: a traces dataset with at least `num_generations` completions of each prompt. Further columns reach the
             reward functions; a `reward` column can stand in for them.
         args: the training configuration; its sampling settings must be those that the traces were sampled with.
-        tensor_parallel_size: processes that hold the parts of one policy, and score the same completions.
+        config: of the model that is trained.
 
     Raises:
-        TraceSchemaError: a streamed dataset, too few completions of every prompt, or other sampling settings.
+        TraceSchemaError: a streamed dataset, too few completions of every prompt, other sampling settings, damaged
+            files, or traces of prompts with images.
     """
 
-    def __init__(self, dataset: Any, args: Any, tensor_parallel_size: int = 1):
+    def __init__(self, dataset: Any, args: Any, config: Any):
         if isinstance(dataset, IterableDataset):
             raise TraceSchemaError("Traces to train on must be a map-style dataset; load it with streaming=False.")
         if args.use_vllm:
             raise TraceSchemaError(
                 "use_vllm=True with a traces dataset: nothing is generated, so no engine is needed. Set use_vllm=False."
             )
-        table = dataset.with_format("arrow")[:]
-        _check_sampling(table, args)
+        table = dataset_table(dataset)
         traces = table_to_traces(table)
+        _check_sampling(table, args)
+        check_no_placeholders(traces, config)
         for i, trace in enumerate(traces):
             trace.check(f"row {i}")
+        traces = _with_decoded_columns(traces, dataset)
         by_prompt: dict[bytes, list[Trace]] = {}
         for trace in traces:
             by_prompt.setdefault(trace.prompt_ids.tobytes(), []).append(trace)
@@ -61,7 +80,6 @@ class OfflineTraces:
             for start in range(0, len(group) - size + 1, size)
         ]
         self._size = size
-        self.tensor_parallel_size = tensor_parallel_size
         self._chosen: list[int] = []
         used = size * len(self.groups)
         if not used:
@@ -107,7 +125,7 @@ class OfflineTraces:
     def rollout(self, prompts: list, trainer: Any) -> dict[str, Any]:
         """TRL's `rollout_func`: the saved completions of the chosen groups."""
         # Processes are given consecutive rows, and a group's rows are consecutive.
-        start = trainer.accelerator.process_index // self.tensor_parallel_size * len(prompts)
+        start = trainer.accelerator.process_index // tensor_parallel_size(trainer.model) * len(prompts)
         traces = [self.groups[g][(start + i) % self._size] for i, g in enumerate(self._chosen)]
         output: dict[str, Any] = {
             "prompt_ids": [t.prompt_ids.tolist() for t in traces],
@@ -124,19 +142,25 @@ class OfflineTraces:
         return output
 
 
+def _with_decoded_columns(traces: list[Trace], dataset: Dataset) -> list[Trace]:
+    """Traces whose further columns are as the dataset gives its rows out, as reward functions get them online."""
+    names = [name for name in dataset.column_names if name not in OWN_COLUMNS]
+    columns = dataset.with_format(None).select_columns(names)[:] if names else {}
+    return [replace(trace, extra={name: columns[name][i] for name in names}) for i, trace in enumerate(traces)]
+
+
 def _check_sampling(table: pa.Table, args: Any) -> None:
-    if "sampling" not in table.column_names:
-        raise TraceSchemaError("The traces have no `sampling` column, so their temperature is unknown.")
-    asked = {
-        "temperature": float(args.temperature),
-        "top_p": float(args.top_p),
-        "top_k": float(normalize_top_k(args.top_k)),
-        "min_p": float(args.min_p or 0.0),
-    }
-    found = {tuple(float(row[name] or 0.0) for name in asked) for row in table["sampling"].to_pylist()}
-    for values in found:
-        recorded = dict(zip(asked, values, strict=True))
-        differ = [name for name in asked if recorded[name] != asked[name]]
+    asked = dict(
+        zip(
+            SETTINGS,
+            (float(args.temperature), float(args.top_p), float(normalize_top_k(args.top_k)), float(args.min_p or 0.0)),
+            strict=True,
+        )
+    )
+    for values in sampling_settings(table, "The traces"):
+        recorded = dict(zip(SETTINGS, values, strict=True))
+        recorded["top_k"] = float(normalize_top_k(int(recorded["top_k"])))
+        differ = [name for name in SETTINGS if recorded[name] != asked[name]]
         if differ:
             drawn, set_to = (", ".join(f"{name}={v[name]:g}" for name in differ) for v in (recorded, asked))
             raise TraceSchemaError(

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from transformers import GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 
 from .traces.columns import TraceSchemaError
 
@@ -76,6 +76,15 @@ def check_traces(args: Any, trains_on_traces: bool) -> None:
             f"save_traces={args.save_traces!r} keeps what is replayed, and nothing is: the sampling does not "
             f"truncate, and routed_experts_replay=False. {remedy}, or leave save_traces out."
         )
+
+
+def own_config(model: Any, args: Any) -> Any:
+    """The model's configuration, read without loading its weights."""
+    if not isinstance(model, str):
+        return model.config
+    init_kwargs: Any = args.model_init_kwargs or {}
+    trusted = init_kwargs.get("trust_remote_code") or getattr(args, "trust_remote_code", False)
+    return AutoConfig.from_pretrained(model, revision=init_kwargs.get("revision"), trust_remote_code=trusted)
 
 
 def own_generation_config(model: Any, args: Any) -> GenerationConfig | None:

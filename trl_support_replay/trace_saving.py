@@ -10,12 +10,13 @@ from typing import Any
 import transformers
 from transformers import TrainerCallback
 
+from .dataset_columns import DatasetColumns
 from .processes import agreeing
 from .traces.columns import Trace, TraceSchemaError, check_column_names, traces_to_table
+from .traces.multimodal import IMAGE_COLUMNS, MultimodalTraceError, check_no_placeholders
 from .traces.record import FolderRecord
 from .traces.shards import ShardFolder
 
-_NOT_SAVED = {"image", "images"}
 _OWN = ("reward", "step")
 
 
@@ -30,13 +31,19 @@ class TraceSaver(TrainerCallback):
 
     Raises:
         OSError: the folder cannot be written.
-        TraceSchemaError: dataset columns with the names of a trace's own.
+        TraceSchemaError: dataset columns with the names of a trace's own, or of images.
     """
 
     def __init__(self, args: Any, trainer: Any):
+        names = getattr(trainer.train_dataset, "column_names", None)
+        what = f"save_traces={args.save_traces!r}: the training dataset"
+        images = [name for name in names or () if name in IMAGE_COLUMNS]
+        if images:
+            raise MultimodalTraceError(
+                f"{what} has the columns {images}, and traces carry no images: training on them would score other "
+                "prompts than those that were sampled from. Leave save_traces out."
+            )
         if not args.remove_unused_columns:  # a streamed dataset may not know its columns: `save` checks them too
-            names = getattr(trainer.train_dataset, "column_names", None)
-            what = f"save_traces={args.save_traces!r}: the training dataset"
             check_column_names(names or (), what)
             # Saved traces that are trained on have them from their own training.
             own = [] if trainer._sampled_elsewhere else [name for name in names or () if name in _OWN]
@@ -45,11 +52,9 @@ class TraceSaver(TrainerCallback):
                     f"{what} has the columns {own}, which saved traces have for the reward and the step of training. "
                     "Rename them, dataset.rename_column(old, new)."
                 )
-        self._folder = ShardFolder(args.save_traces)
+        self._folder = ShardFolder(args.save_traces, "save_traces")
         self._trainer = trainer
-        features = getattr(trainer.train_dataset, "features", None)
-        schema = () if features is None else features.arrow_schema
-        self._types = {field.name: field.type for field in schema}
+        self._columns = DatasetColumns(getattr(trainer.train_dataset, "features", None))
         self._batch_of_step = (-1, 0)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -84,15 +89,19 @@ class TraceSaver(TrainerCallback):
             traces: `B` completions.
             inputs: their `B` dataset rows.
             rewards: their `B` rewards.
+
+        Raises:
+            MultimodalTraceError: a prompt with images, or ids that stand for some.
+            ShardFolderError: the shard cannot be written.
         """
         trainer = self._trainer
         step = trainer.state.global_step
         seen, batch = self._batch_of_step
         self._batch_of_step = (step, batch + 1 if seen == step else 0)
+        check_no_placeholders(traces, trainer._base_model().config, "Completion")
         rows = []
-        for trace, row, reward in zip(traces, inputs, rewards, strict=True):
-            columns = {name: value for name, value in row.items() if name not in _NOT_SAVED}
-            rows.append(replace(trace, extra=columns | {"reward": float(reward), "step": step}))
+        for trace, row, reward in zip(traces, self._columns.encoded(inputs), rewards, strict=True):
+            rows.append(replace(trace, extra=row | {"reward": float(reward), "step": step}))
         settings = trainer.sampling_settings
         table = traces_to_table(
             rows,
@@ -105,9 +114,12 @@ class TraceSaver(TrainerCallback):
                 "seed": trainer.args.seed,
             },
             engine=engine_used(trainer),
-            types=self._types,
+            types=self._columns.types,
+            metadata=self._columns.metadata,
         )
-        self._folder.write(table, step, trainer.accelerator.process_index, self._batch_of_step[1])
+        process = trainer.accelerator.process_index
+        table = self._columns.settle(table, self._folder, process, trainer.accelerator.num_processes)
+        self._folder.write(table, step, process, self._batch_of_step[1])
 
 
 def engine_used(trainer: Any) -> dict[str, str]:

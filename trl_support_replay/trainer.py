@@ -22,10 +22,10 @@ from .config import SupportReplayGRPOConfig
 from .environment import check_seam
 from .offline import GROUP_COLUMN, OfflineTraces, is_trace_dataset
 from .passes import LossInputs, ScoringPass
+from .preflight import own_config
 from .processes import agreeing
 from .rebind import rebound
 from .replay_trainer import SHARED_SEAM, ReplayTrainer
-from .tensor_parallel import tensor_parallel_size
 from .traces.columns import TraceSchemaError
 
 _TURN = ("prompt_ids", "images", "multimodal_fields", "num_generations", "has_tool_images")
@@ -69,7 +69,7 @@ class SupportReplayGRPOTrainer(ReplayTrainer, GRPOTrainer):
         self._offline: OfflineTraces | None = None
         if is_trace_dataset(train_dataset):
             with agreeing():
-                self._offline = OfflineTraces(train_dataset, args)
+                self._offline = OfflineTraces(train_dataset, args, own_config(model, args))
             self._sampled_elsewhere = True
             train_dataset = self._offline.prompts()
             kwargs["rollout_func"] = self._offline.rollout
@@ -85,8 +85,6 @@ class SupportReplayGRPOTrainer(ReplayTrainer, GRPOTrainer):
                 # The rollout function is not the user's, who can do nothing about its being experimental.
                 warnings.filterwarnings("ignore", message="You are using 'rollout_func'")
             super().__init__(model, reward_funcs, args, train_dataset, **kwargs)
-        if self._offline is not None:
-            self._offline.tensor_parallel_size = tensor_parallel_size(self.model)
 
     def _entropy_in_loss(self) -> bool:
         return self._entropy_bonus_enabled or self.top_entropy_quantile < 1.0

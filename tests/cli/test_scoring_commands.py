@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.cli.conftest import run_cli
+from trl_support_replay.traces.digest import DIGEST
 from trl_support_replay.traces.shards import ShardFolder
 
 
@@ -38,10 +39,10 @@ def small_model(tiny_model_path, tmp_path_factory):
 
 
 def shard_of(captured, folder, edit):
-    """The first shard in a folder of its own, with the table changed."""
+    """The first shard in a folder of its own, with the table changed on purpose, and so without its digests."""
     folder.mkdir()
     path = ShardFolder(captured).shards()[0]
-    pq.write_table(edit(pq.read_table(path)), folder / path.name)
+    pq.write_table(edit(pq.read_table(path)).drop_columns([DIGEST]), folder / path.name)
     return folder
 
 
@@ -256,4 +257,5 @@ def test_the_record_of_a_score_says_what_decides_it(captured, tiny_model_path, t
     assert run_cli(capsys, *score(captured, tiny_model_path, tmp_path / "scored"))[0] == 0
     held = json.loads((tmp_path / "scored" / "score.json").read_text())
     assert len(held.pop("model_files")) == 16
+    assert held.pop("routes") == "recorded"
     assert held == {"traces": str(captured), "model": tiny_model_path, "reference": None, "dtype": "float32"}

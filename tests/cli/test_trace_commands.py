@@ -76,10 +76,13 @@ def test_inspect_names_row_and_token(captured, tmp_path, capsys):
     rows = table["support_ids"].to_pylist()
     rows[1][4] = [98] if rows[1][4] != [98] else [97]
     index = table.column_names.index("support_ids")
-    pq.write_table(table.set_column(index, "support_ids", pa.array(rows, table.schema.field(index).type)), broken)
-    assert main(["inspect", "--traces", str(tmp_path)]) == 1
-    text = " ".join(capsys.readouterr().out.split())
-    assert f"{broken.name}, row 1" in text and "4" in text
+    table = table.set_column(index, "support_ids", pa.array(rows, table.schema.field(index).type))
+    pq.write_table(table, broken)
+    code, text = run_cli(capsys, "inspect", "--traces", tmp_path)
+    assert code == 1 and f"{broken.name}: Row 1 is not what was saved (1 of 4 rows differ)" in text
+    pq.write_table(table.drop_columns(["trace_digest"]), broken)
+    code, text = run_cli(capsys, "inspect", "--traces", tmp_path)
+    assert code == 1 and f"{broken.name}, row 1" in text and "4" in text
 
 
 def test_inspect_of_nothing_and_of_torn_files(tmp_path, capsys):

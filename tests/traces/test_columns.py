@@ -14,13 +14,13 @@ from trl_support_replay.trace_saving import TraceSaver
 from trl_support_replay.traces.columns import (
     Trace,
     TraceSchemaError,
-    sampling_temperatures,
     table_to_traces,
     trace_schema,
     traces_to_table,
 )
 from trl_support_replay.traces.reading import trace_tables
 from trl_support_replay.traces.routes import RoutedExperts
+from trl_support_replay.traces.sampling import sampling_temperatures
 from trl_support_replay.traces.shards import ShardFolder, ShardFolderError
 from trl_support_replay.traces.support import SupportError, SupportRows
 

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from transformers import AutoConfig
 
 from trl_support_replay.offline import OfflineTraces
 from trl_support_replay.traces.columns import TraceSchemaError, table_to_traces
@@ -194,9 +195,9 @@ def test_nothing_is_read_or_written_where_nothing_is_replayed(build, moe_path, t
         build(moe_path, **stock, train_dataset=load(folder), reward_funcs=None)
 
 
-def test_the_parts_of_one_policy_score_the_same_completions(saved):
+def test_the_parts_of_one_policy_score_the_same_completions(saved, tiny_model_path):
     args = SimpleNamespace(use_vllm=False, temperature=1.0, top_p=0.9, top_k=0, min_p=None, num_generations=4)
-    offline = OfflineTraces(load(saved), args, tensor_parallel_size=2)
+    offline = OfflineTraces(load(saved), args, AutoConfig.from_pretrained(tiny_model_path), tensor_parallel_size=2)
 
     def completions(process):
         offline.choose([0, 0])

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ..traces.columns import Trace, TraceSchemaError, sampling_temperatures, table_to_traces
-from ..traces.reading import trace_tables
+from ..traces.columns import Trace, TraceSchemaError
+from ..traces.reading import trace_tables, traces_of
+from ..traces.sampling import sampling_temperatures
 
 ORIGINS = ("model", "model_revision", "sampling", "engine")
 
@@ -48,7 +49,7 @@ def load_traces(path: str | os.PathLike[str], limit: int, step: int | None = Non
 
     Raises:
         TraceSchemaError: nothing there, or nothing of that step; no `sampling` column, several temperatures, or a
-            broken trace.
+            broken trace; a step that is no number.
     """
     kept: list[tuple[Trace, int]] = []
     seen, stride = 0, 1
@@ -60,8 +61,13 @@ def load_traces(path: str | os.PathLike[str], limit: int, step: int | None = Non
         for column in ORIGINS:
             if column in table.column_names:
                 origins[column] |= {_text(value) for value in table[column].to_pylist() if value is not None}
-        for i, trace in enumerate(table_to_traces(table)):
-            sampled_in = int(trace.extra.get("step", shard))
+        for i, trace in enumerate(traces_of(name, table)):
+            sampled_in = trace.extra.get("step", shard)
+            if not isinstance(sampled_in, int):
+                raise TraceSchemaError(
+                    f"{name}, row {i}: step={sampled_in!r} is not the number of a training step. Fill it in, or drop "
+                    "the column."
+                )
             steps.add(sampled_in)
             if step not in (None, sampled_in):
                 continue

@@ -11,7 +11,7 @@ import numpy as np
 from .causes import Evidence, Finding, find_causes, verdict
 from .gaps import Scored, split_gaps
 from .loading import AuditTraces
-from .token_scores import RecordedTokens, TokenScorer
+from .token_scores import RecordedTokens, TokenScorer, routes_for
 
 # Largest gap between a float32 engine and a float32 model, in nats.
 ROUNDING = 1e-4
@@ -67,9 +67,10 @@ def audit_traces(
 
     Raises:
         UnreplayableRouterError: traces with routes for a model whose routing cannot be replayed.
+        MultimodalTraceError: traces of prompts with images.
     """
     tokens = RecordedTokens.of(source.traces)
-    has_routes = bool(source.traces) and all(trace.routes is not None for trace in source.traces)
+    has_routes, _ = routes_for(source.traces, model)
     scorer = TokenScorer(model, source.temperature, batch_size, track)
     live = scorer.score(tokens)
     replayed = scorer.score(tokens, replay_routes=True) if has_routes else live

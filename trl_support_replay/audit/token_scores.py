@@ -1,4 +1,4 @@
-"""Every score of every recorded token that an audit compares, under one model."""
+"""Every score of every token of saved traces, under one model: what `score` writes down and an audit compares."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..routing import RouteBatch, RouteMetrics, RouterReplay
+from ..routing import RouteBatch, RouteMetrics, RouterReplay, has_experts
 from ..scoring import SupportCSR, lm_head_from_model, score_candidates, score_support
-from ..trace_scores import padded_batch
 from ..traces.columns import Trace
+from ..traces.multimodal import check_no_placeholders
 from ..traces.support import SupportRows
+
+_OUTPUTS = ("logprobs", "full_logprobs", "log_mass", "support_entropy")
 
 
 @dataclass(frozen=True)
 class RecordedTokens:
-    """The tokens that have a recorded support and enter the loss, of all traces one after another.
+    """The tokens that enter the loss, of all traces one after another: those with a recorded support, or all.
 
     Attributes:
         traces: where they come from.
         trace: `[N]` int64, index of each token's trace.
         position: `[N]` int64, its place in the completion, rising within a trace.
         recorded: `[N]` float64, log-prob that the engine reported.
-        supports: `N` supports.
+        supports: `N` supports; empty for an end of sequence that nobody sampled.
     """
 
     traces: Sequence[Trace]
@@ -36,8 +38,9 @@ class RecordedTokens:
     supports: SupportRows
 
     @classmethod
-    def of(cls, traces: Sequence[Trace]) -> RecordedTokens:
-        places = [np.flatnonzero(t.loss_mask & (t.supports.sizes > 0)) for t in traces]
+    def of(cls, traces: Sequence[Trace], unsupported: bool = False) -> RecordedTokens:
+        """The tokens of these traces; with `unsupported` also an end of sequence that nobody sampled."""
+        places = [np.flatnonzero(t.loss_mask & ((t.supports.sizes > 0) | unsupported)) for t in traces]
         return cls(
             traces=traces,
             trace=np.repeat(np.arange(len(traces)), [len(place) for place in places]),
@@ -57,15 +60,24 @@ class RecordedTokens:
         ids = [self.traces[b].completion_ids[p] for b, p in zip(self.trace, self.position, strict=True)]
         return np.array(ids, dtype=np.int64)
 
+    def spread(self, values: np.ndarray) -> list[np.ndarray]:
+        """`[N]` values as one `[T]` float32 array for each trace; NaN at its other tokens."""
+        columns = [np.full(len(trace.completion_ids), np.nan, np.float32) for trace in self.traces]
+        for b, column in enumerate(columns):
+            rows = self.trace == b
+            column[self.position[rows]] = values[rows]
+        return columns
+
 
 @dataclass(frozen=True)
 class TokenScores:
-    """Scores of `N` recorded tokens under one model, float64.
+    """Scores of `N` recorded tokens under one model, float64. An empty support counts as the whole vocabulary.
 
     Attributes:
         logprobs: `[N]`, over the recorded support.
         full_logprobs: `[N]`, over the whole vocabulary.
         log_mass: `[N]`, log of the whole-vocabulary probability of the support.
+        support_entropy: `[N]`, entropy over the support, in nats.
         candidates: `[nnz]`, log-probs of all candidates over their support, in the order of the supports' ids.
         agreement: how far the live routers would have chosen the replayed experts; `None` where nothing was replayed.
     """
@@ -73,8 +85,37 @@ class TokenScores:
     logprobs: np.ndarray
     full_logprobs: np.ndarray
     log_mass: np.ndarray
+    support_entropy: np.ndarray
     candidates: np.ndarray
     agreement: float | None = None
+
+
+def padded_batch(traces: Sequence[Trace]) -> tuple[np.ndarray, np.ndarray, int]:
+    """Traces as one batch: prompts padded on the left to `P` columns, completions on the right to `T`.
+
+    Returns:
+        Ids and attention mask, `[B, P + T]` int64, and `P`.
+    """
+    prompt = max(len(t.prompt_ids) for t in traces)
+    completion = max(max(len(t.completion_ids) for t in traces), 1)
+    ids = np.zeros((len(traces), prompt + completion), np.int64)
+    mask = np.zeros_like(ids)
+    for b, trace in enumerate(traces):
+        row = np.concatenate([trace.prompt_ids, trace.completion_ids])
+        first = prompt - len(trace.prompt_ids)
+        ids[b, first : first + len(row)] = row
+        mask[b, first : first + len(row)] = 1
+    return ids, mask, prompt
+
+
+def routes_for(traces: Sequence[Trace], model: Any) -> tuple[bool, str]:
+    """Whether traces are to be scored through recorded experts, and a sentence that says so."""
+    recorded = bool(traces) and all(trace.routes is not None for trace in traces)
+    if not has_experts(model):
+        return False, "has no experts, so no routes are replayed"
+    if recorded:
+        return True, "is scored through the recorded experts"
+    return False, "chooses the experts by its own routers, since the traces hold no routes; a gap may come from that"
 
 
 class TokenScorer:
@@ -109,7 +150,13 @@ class TokenScorer:
 
     @torch.no_grad()
     def score(self, tokens: RecordedTokens, replay_routes: bool = False) -> TokenScores:
-        """Score all tokens, through the live routers or through the recorded experts."""
+        """Score all tokens, through the live routers or through the recorded experts.
+
+        Raises:
+            MultimodalTraceError: traces of prompts with images.
+            UnreplayableRouterError, RouterReplayError: recorded experts that the model's routers could not have chosen.
+        """
+        check_no_placeholders(tokens.traces, self._causal.config)
         counts = np.bincount(tokens.trace, minlength=len(tokens.traces))
         sizes = np.bincount(tokens.trace, weights=tokens.supports.sizes, minlength=len(tokens.traces)).astype(np.int64)
         parts: list[dict[str, np.ndarray]] = [{}] * len(tokens.traces)
@@ -125,7 +172,7 @@ class TokenScorer:
                     lengths = sizes if name == "candidates" else counts
                     for b, part in zip(chosen, np.split(values, np.cumsum(lengths[chosen])[:-1]), strict=True):
                         parts[b] = parts[b] | {name: part}
-        names = ("logprobs", "full_logprobs", "log_mass", "candidates")
+        names = (*_OUTPUTS, "candidates")
         joined = {n: np.concatenate([np.zeros(0), *(part[n] for part in parts if part)]) for n in names}
         return TokenScores(**joined, agreement=sum(routed[1:], routed[0]).agreement if routed else None)
 
@@ -156,9 +203,10 @@ class TokenScorer:
         csr = SupportCSR.from_numpy(supports.token_ids, supports.offsets, device=device)
         head = lm_head_from_model(self._causal)
         sampled = torch.from_numpy(ids[sample, columns + 1]).to(device)
-        outputs = ("logprobs", "full_logprobs", "log_mass")
-        scores = score_support(hidden, head, sampled, csr, temperature=self._temperature, outputs=outputs)
-        found = {name: getattr(scores, name) for name in outputs}
+        scores = score_support(
+            hidden, head, sampled, csr, temperature=self._temperature, outputs=_OUTPUTS, empty_rows="full"
+        )
+        found = {name: getattr(scores, name) for name in _OUTPUTS}
         found["candidates"] = score_candidates(hidden, head, csr, temperature=self._temperature)
         return {name: values.double().cpu().numpy() for name, values in found.items()}, routes
 

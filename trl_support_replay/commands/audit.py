@@ -52,18 +52,22 @@ def main(argv: Sequence[str]) -> int:
     from ..audit.page import render_page
     from ..audit.report import build_report
     from ..audit.table import print_report
+    from ..audit.token_scores import routes_for
     from ..audit.token_view import add_samples
-    from ..trace_scores import check_vocabulary
-    from ..traces.shards import ShardFolder
+    from ..routing import has_experts
+    from ..trace_scores import check_fits
+    from ..traces.shards import ShardFolder, write_file
 
     output = ShardFolder(args.output, "--output").path
     source = load_traces(args.traces, args.limit, args.step)
     model = _load("--model", args.model, args.revision, args)
-    check_vocabulary(source.traces, model, "--model")
+    check_fits(source.traces, model, "--model", args.revision)
     sampler_name = args.sampler or (args.model if args.sampler_revision else None)
     sampler = _load("--sampler", sampler_name, args.sampler_revision, args) if sampler_name else None
     if sampler is not None:
-        check_vocabulary(source.traces, sampler, "--sampler")
+        check_fits(source.traces, sampler, "--sampler", args.sampler_revision)
+    if has_experts(model):
+        print(f"--model {routes_for(source.traces, model)[1]}.")
     texts = _texts(args.model, args.revision)
     audit = audit_traces(
         source,
@@ -80,8 +84,8 @@ def main(argv: Sequence[str]) -> int:
         eos_token_ids=_eos_token_ids(model),
     )
     add_samples(report, audit, texts, max_samples=args.samples, max_bytes=args.page_mb * 1e6)
-    (output / "audit.json").write_text(json.dumps(report, allow_nan=False), encoding="utf-8")
-    (output / "audit.html").write_text(render_page(report), encoding="utf-8")
+    write_file(output / "audit.json", json.dumps(report, allow_nan=False).encode())
+    write_file(output / "audit.html", render_page(report).encode())
     print_report(report, Console())
     print(f"report: {output / 'audit.html'}")
     return 1 if any(finding.is_fault for finding in audit.findings) else 0

@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
     from ..traces.shards import ShardFolder
 
     settings = _settings(args)
-    rows, types = _prompts(args)
+    rows, types, metadata = _prompts(args)
     folder = ShardFolder(args.output, "--output")
     decisive = {key: value for key, value in vars(args).items() if key not in ("output", "server_url")}
     # The name of a file says nothing of what is in it.
@@ -83,8 +83,11 @@ def main(argv: Sequence[str]) -> int:
     record = FolderRecord(folder.path / "capture.json", "capture", decisive)
     record.check()
     folder.discard_from(1 + len(rows))  # only what a killed run left half done
-    done = {int(path.name[7:15]) for path in folder.shards()}
+    sampling = {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": settings.top_k,
+                "min_p": settings.min_p, "seed": args.seed}  # fmt: skip
     batches = [range(len(rows))[start : start + args.batch_size] for start in range(0, len(rows), args.batch_size)]
+    sources = [[rows[n] for n in batch for _ in range(args.num_generations)] for batch in batches]
+    done = _whole_shards(folder.shards(), sources, sampling)
     left = [i for i in range(len(batches)) if i not in done]
     if done:
         print(f"{len(done)} of {len(batches)} shards are there already")
@@ -94,25 +97,61 @@ def main(argv: Sequence[str]) -> int:
     prompts = _prompt_ids(args, rows)
     generator = _generator(args, settings)
     record.write()
-    sampling = {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": settings.top_k,
-                "min_p": settings.min_p, "seed": args.seed}  # fmt: skip
     bar = (TextColumn("capturing"), BarColumn(), MofNCompleteColumn(), TextColumn("shards"), TimeRemainingColumn())
     with Progress(*bar) as progress:
         task = progress.add_task("", total=len(batches), completed=len(done))
         for i in left:
             traces = generator.generate([prompts[n] for n in batches[i]], i)
-            sources = [rows[n] for n in batches[i] for _ in range(args.num_generations)]
             table = traces_to_table(
-                [replace(trace, extra=row) for trace, row in zip(traces, sources, strict=True)],
+                [replace(trace, extra=row) for trace, row in zip(traces, sources[i], strict=True)],
                 model=args.model,
                 sampling=sampling,
                 engine={"name": generator.name, "version": generator.version},
                 types=types,
+                metadata=metadata,
             )
             folder.write(table, i)
             progress.advance(task)
     print(f"traces: {folder.path}")
     return 0
+
+
+def _whole_shards(
+    shards: Sequence[Path], sources: Sequence[Sequence[Mapping[str, Any]]], sampling: Mapping[str, Any]
+) -> set[int]:
+    """Numbers of the shards that need not be sampled again.
+
+    Args:
+        shards: those that are there.
+        sources: the dataset's rows for each shard, one a trace.
+        sampling: what traces are sampled with.
+
+    Raises:
+        CommandError: a shard of other prompts, or that was sampled in another way. A damaged one is only told.
+    """
+    from ..traces.columns import TraceSchemaError
+    from ..traces.reading import read_parquet, traces_of
+    from ..traces.routes import RoutesError
+    from ..traces.support import SupportError
+
+    whole = set()
+    for shard in shards:
+        number = int(shard.name[7:15])
+        try:
+            table = read_parquet(shard)
+            traces = traces_of(shard.name, table)
+        except (TraceSchemaError, SupportError, RoutesError) as error:
+            print(f"sampled anew: {error}")
+            continue
+        prompts = [row["prompt"] for row in sources[number]] if number < len(sources) else None
+        alike = all(row == sampling for row in table["sampling"].to_pylist())
+        if [trace.extra.get("prompt") for trace in traces] != prompts or not alike:
+            raise CommandError(
+                f"{shard} holds traces of other prompts or sampling settings than this capture's shard {number}. "
+                "Take another --output, or remove the file to sample the shard anew."
+            )
+        whole.add(number)
+    return whole
 
 
 def _settings(args: argparse.Namespace) -> Any:
@@ -145,16 +184,17 @@ def _settings(args: argparse.Namespace) -> Any:
     return settings
 
 
-def _prompts(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The rows to sample from, and the Arrow type of each of their columns."""
+def _prompts(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any], Any]:
+    """The rows to sample from, the Arrow type of each of their columns, and what `datasets` knows of them beyond."""
     import datasets
     import pyarrow as pa
-    from datasets.exceptions import DatasetsError
 
+    from ..grpo_inputs.datasets import reading
     from ..traces.columns import check_column_names
+    from ..traces.multimodal import check_text_row
 
     place = Path(args.dataset)
-    try:
+    with reading(f"--dataset {args.dataset}"):
         if place.is_dir():
             data: Any = datasets.load_from_disk(str(place))
         elif place.suffix in (".jsonl", ".json", ".parquet"):
@@ -162,11 +202,6 @@ def _prompts(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, 
             data = datasets.load_dataset(kind, data_files=str(place), split="train")
         else:
             data = datasets.load_dataset(args.dataset, split=args.split)
-    except StopIteration as error:  # how datasets fails at an empty file
-        raise CommandError(f"--dataset {args.dataset} cannot be read: it is empty.") from error
-    except (OSError, ValueError, DatasetsError) as error:
-        # What is wrong with a file is in the cause: the error itself names only the generator.
-        raise CommandError(f"--dataset {args.dataset} cannot be read: {error.__cause__ or error}") from error
     if isinstance(data, datasets.DatasetDict):
         raise CommandError(
             f"--dataset {args.dataset} holds the splits {', '.join(data)}; name the folder of one of them."
@@ -174,7 +209,9 @@ def _prompts(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, 
     if "prompt" not in data.column_names:
         raise CommandError(f"--dataset {args.dataset} has no `prompt` column; it has {', '.join(data.column_names)}.")
     check_column_names(data.column_names, f"--dataset {args.dataset}")
-    rows = data.to_list()[: args.limit]
+    with reading(f"--dataset {args.dataset}"):
+        data.data.validate(full=True)
+        rows = data.to_list()[: args.limit]
     if not rows:
         raise CommandError(f"--dataset {args.dataset} holds no prompts.")
     types = {}
@@ -187,7 +224,9 @@ def _prompts(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, 
                 f"--dataset {args.dataset}: column {name!r} mixes values that no one type holds ({error}). Make "
                 "them alike, or drop the column."
             ) from error
-    return rows, types
+    for i, row in enumerate(rows):
+        check_text_row(row, f"--dataset {args.dataset}, row {i}")
+    return rows, types, data.features.arrow_schema.metadata
 
 
 def _contents(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -201,7 +240,9 @@ def _contents(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _prompt_ids(args: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     """Token ids of every prompt, all before the first is sampled from: a capture must not stop at a row half-way."""
     from jinja2 import TemplateError
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
+
+    from ..traces.multimodal import check_ids
 
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(args.model)
@@ -227,6 +268,11 @@ def _prompt_ids(args: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> 
         if not ids:
             raise CommandError(f"{where}: prompt={prompt!r} has no tokens, so nothing can be sampled. Drop the row.")
         prompts.append(ids)
+    try:
+        config = AutoConfig.from_pretrained(args.model)
+    except (OSError, ValueError):
+        return prompts  # the tokenizer alone, of a server's model
+    check_ids(prompts, config, f"--dataset {args.dataset}, row", "prompt")
     return prompts
 
 

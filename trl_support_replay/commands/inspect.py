@@ -22,9 +22,10 @@ def main(argv: Sequence[str]) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from ..traces.columns import TraceSchemaError, sampling_temperatures, table_to_traces
-    from ..traces.reading import trace_tables
+    from ..traces.columns import TraceSchemaError
+    from ..traces.reading import trace_tables, traces_of
     from ..traces.routes import RoutesError
+    from ..traces.sampling import sampling_temperatures
     from ..traces.support import SupportError
 
     console = Console(markup=False)  # brackets in names are brackets
@@ -42,9 +43,9 @@ def main(argv: Sequence[str]) -> int:
         except TraceSchemaError as error:
             problems.append(str(error))
         try:
-            traces = table_to_traces(table)
+            traces = traces_of(name, table)
         except (TraceSchemaError, SupportError, RoutesError) as error:
-            problems.append(f"{name}: {error}")
+            problems.append(str(error))
             continue
         for i, trace in enumerate(traces):
             counts["traces"] += 1

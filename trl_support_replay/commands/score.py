@@ -1,8 +1,9 @@
 """Score saved traces with a model, and add the scores as columns.
 
 For each token: `replayed_logprobs` over its recorded support, `full_logprobs` over the vocabulary, `log_mass` of the
-support under the model, `support_entropy`, and `reference_logprobs` when a second model is given. Works shard by shard,
-so memory does not grow with the traces, and goes on where it was stopped.
+support under the model, `support_entropy`, and `reference_logprobs` when a second model is given. A mixture of experts
+is scored through the recorded routes in every column. Works shard by shard, so memory does not grow with the traces,
+and goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -16,7 +17,13 @@ import numpy as np
 from ..cli import CommandError
 from ._arguments import add_scoring_options, command_parser
 
-_COLUMNS = {"replayed_logprobs", "full_logprobs", "log_mass", "support_entropy", "reference_logprobs"}
+_OF_MODEL = {
+    "replayed_logprobs": "logprobs",
+    "full_logprobs": "full_logprobs",
+    "log_mass": "log_mass",
+    "support_entropy": "support_entropy",
+}
+_COLUMNS = {*_OF_MODEL, "reference_logprobs"}
 _ROUNDING = 1e-3  # nats
 _STEPS_LISTED = 6
 
@@ -36,12 +43,11 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
 
     import pyarrow as pa
-    import pyarrow.parquet as pq
     from rich.progress import Progress
 
-    from ..trace_scores import TraceScorer, check_vocabulary, load_model
-    from ..traces.columns import table_to_traces
-    from ..traces.reading import trace_tables
+    from ..audit.token_scores import RecordedTokens, TokenScorer, routes_for
+    from ..trace_scores import check_fits, load_model
+    from ..traces.reading import read_parquet, trace_tables, traces_of
     from ..traces.record import FolderRecord, fingerprint
     from ..traces.shards import ShardFolder, write_whole
 
@@ -53,45 +59,50 @@ def main(argv: Sequence[str]) -> int:
     ShardFolder(output, "--output")
     decisive = {name: getattr(args, name) for name in ("traces", "model", "reference", "dtype")}
     decisive |= {f"{name}_files": fingerprint(decisive[name]) for name in ("model", "reference") if decisive[name]}
+    decisive["routes"] = "recorded"  # earlier versions took those of the live routers
     record = FolderRecord(output / "score.json", "score", decisive)
     record.check()
     options = [option for option in ("model", "reference") if getattr(args, option)]
     models = [load_model(f"--{o}", getattr(args, o), dtype=args.dtype, device=args.device) for o in options]
     record.write()
-    scorers: dict[float, list[TraceScorer]] = {}
+    scorers: dict[float, list[TokenScorer]] = {}
+    said: set[str] = set()
     gaps: list[np.ndarray] = []
     steps: list[np.ndarray] = []
     with Progress() as progress:
         task = progress.add_task("scoring", total=None)
         for name, table in trace_tables(source):
             target = output / (name if name.endswith(".parquet") else f"{name}.parquet")
-            traces = table_to_traces(table)
+            temperature = _temperature(table, name)
+            traces = traces_of(name, table)
             for i, trace in enumerate(traces):
                 trace.check(f"{name}, row {i}")
             if target.exists():
                 _same_tokens(table, target, source / name)
             else:
                 _check_columns(table, name)
-                temperature = _temperature(table, name)
                 for option, model in zip(options, models, strict=True):
-                    check_vocabulary(traces, model, f"--{option}")
+                    check_fits(traces, model, f"--{option}")
                 if temperature not in scorers:
-                    scorers[temperature] = [TraceScorer(model, temperature, args.batch_size) for model in models]
-                policy, *reference = scorers[temperature]
-                scores = policy.score(traces)
-                columns = {"replayed_logprobs": scores["logprobs"]}
-                columns |= {key: scores[key] for key in ("full_logprobs", "log_mass", "support_entropy")}
-                if reference:
-                    columns["reference_logprobs"] = reference[0].score(traces)["logprobs"]
-                for column, values in columns.items():
-                    table = table.append_column(column, pa.array(values, pa.list_(pa.float32())))
+                    scorers[temperature] = [TokenScorer(model, temperature, args.batch_size) for model in models]
+                tokens = RecordedTokens.of(traces, unsupported=True)
+                for option, scorer in zip(options, scorers[temperature], strict=True):
+                    replay, sentence = routes_for(traces, scorer.model)
+                    said.add(f"--{option} {sentence}.")
+                    scores = scorer.score(tokens, replay)
+                    names = _OF_MODEL if option == "model" else {"reference_logprobs": "logprobs"}
+                    for column, attribute in names.items():
+                        values = tokens.spread(getattr(scores, attribute))
+                        table = table.append_column(column, pa.array(values, pa.list_(pa.float32())))
                 write_whole(table, target)
-            replayed = pq.read_table(target, columns=["replayed_logprobs"])["replayed_logprobs"].to_pylist()
+            replayed = read_parquet(target, ["replayed_logprobs"])["replayed_logprobs"].to_pylist()
             for trace, values in zip(traces, replayed, strict=True):
                 recorded = trace.loss_mask & (trace.supports.sizes > 0)
                 gaps.append(np.abs(np.array(values, np.float64) - trace.sampling_logprobs)[recorded])
                 steps.append(np.full(len(gaps[-1]), trace.extra.get("step") or 0))
             progress.advance(task, 1)
+    for sentence in sorted(said):
+        print(sentence)
     if sum(map(len, gaps)):
         _report(np.concatenate(gaps), np.concatenate(steps))
     print(f"scored traces: {output}")
@@ -122,10 +133,10 @@ def _report(gap: np.ndarray, step: np.ndarray) -> None:
 
 def _same_tokens(table: Any, target: Path, source: Path) -> None:
     """Raise unless the scored shard was made from this table: shards of one name may hold other traces by now."""
-    import pyarrow.parquet as pq
+    from ..traces.reading import read_parquet
 
     ids = ["prompt_ids", "completion_ids", "support_ids"]
-    if not pq.read_table(target, columns=ids, page_checksum_verification=True).equals(table.select(ids)):
+    if not read_parquet(target, ids).equals(table.select(ids)):
         raise CommandError(f"{target} holds the scores of other traces than {source} does now. Take another --output.")
 
 
@@ -139,7 +150,8 @@ def _check_columns(table: Any, name: str) -> None:
 
 
 def _temperature(table: Any, name: str) -> float:
-    from ..traces.columns import TraceSchemaError, sampling_temperatures
+    from ..traces.columns import TraceSchemaError
+    from ..traces.sampling import sampling_temperatures
 
     found = sampling_temperatures(table, name)
     if len(found) != 1:

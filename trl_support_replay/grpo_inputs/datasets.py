@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from ..cli import CommandError
@@ -35,21 +37,53 @@ def gsm8k(row: dict[str, Any]) -> dict[str, Any]:
 DATASET_MAPS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {"gsm8k": gsm8k}
 
 
+@contextlib.contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Whatever goes wrong when a dataset is read becomes one message that names it.
+
+    Args:
+        what: the option and its value.
+
+    Raises:
+        CommandError: instead of whatever was raised; errors of this package pass.
+    """
+    try:
+        yield
+    except Exception as error:  # what readers raise at damaged bytes is not limited to any types
+        if type(error).__module__.startswith("trl_support_replay."):
+            raise
+        if isinstance(error, StopIteration):  # how datasets fails at an empty file
+            raise CommandError(f"{what} cannot be read: it is empty.") from error
+        # What is wrong with a file is in the cause: the error itself names only the generator.
+        raise CommandError(f"{what} cannot be read: {error.__cause__ or error}") from error
+
+
 def load_splits(script_args: Any, mixture: Any) -> tuple[Any, str]:
     """The dataset's splits by name, and what to call the dataset.
 
+    A folder of saved traces is read with the checksums of its files, and without the folders inside it, in which runs
+    keep the traces of earlier ones.
+
     Raises:
-        CommandError: no dataset is named.
+        CommandError: no dataset is named, or it cannot be read.
+        TraceSchemaError: damaged traces.
     """
     from datasets import load_dataset
     from trl import get_dataset
 
+    from ..traces.reading import is_saved_dataset, trace_dataset
+
     if mixture.datasets:
-        return get_dataset(mixture), " + ".join(str(part.path) for part in mixture.datasets)
+        name = " + ".join(str(part.path) for part in mixture.datasets)
+        with reading(f"datasets: {name}"):
+            return get_dataset(mixture), name
     if not script_args.dataset_name:
         raise CommandError("There is no data: give --dataset_name, or `datasets` in the configuration file.")
     name = script_args.dataset_name
-    return load_dataset(name, name=script_args.dataset_config, streaming=script_args.dataset_streaming), name
+    with reading(f"--dataset_name {name}"):
+        if is_saved_dataset(name) or any(Path(name).glob("traces-*.parquet")):
+            return {"train": trace_dataset(name)}, name
+        return load_dataset(name, name=script_args.dataset_config, streaming=script_args.dataset_streaming), name
 
 
 def choose_split(splits: Any, split: str, name: str, option: str) -> Any:

@@ -14,8 +14,8 @@ import pyarrow as pa
 from huggingface_hub import DatasetCard, DatasetCardData, HfApi
 
 from .. import __version__
-from ..traces.columns import TraceSchemaError, table_to_traces
-from ..traces.reading import trace_tables
+from ..traces.columns import TraceSchemaError
+from ..traces.reading import trace_tables, traces_of
 
 TAGS = ("trl", "support-replay", "grpo", "traces")
 _SIZES = ((1_000, "n<1K"), (10_000, "1K<n<10K"), (100_000, "10K<n<100K"), (1_000_000, "100K<n<1M"))
@@ -55,7 +55,7 @@ class TraceFacts:
         schema: pa.Schema | None = None
         for name, table in trace_tables(folder):
             schema = schema or table.schema
-            for i, trace in enumerate(table_to_traces(table)):
+            for i, trace in enumerate(traces_of(name, table)):
                 trace.check(f"{name}, row {i}")
                 sizes = trace.supports.sizes[trace.supports.sizes > 0]
                 counts.update(traces=1, tokens=len(trace.completion_ids), rows=len(sizes))

@@ -1,7 +1,7 @@
 """Routed-expert replay for Hugging Face mixture-of-experts models."""
 
 from .batch import RouteBatch
-from .discovery import Router, find_routers
+from .discovery import Router, find_routers, has_experts
 from .errors import RouterReplayError, UnreplayableRouterError
 from .metrics import RouteMetrics
 from .recording import Recording
@@ -17,4 +17,5 @@ __all__ = [
     "RouterReplayError",
     "UnreplayableRouterError",
     "find_routers",
+    "has_experts",
 ]

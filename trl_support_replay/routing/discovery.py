@@ -102,6 +102,11 @@ def find_routers(model: nn.Module, probe: Callable[[], Any] | None = None) -> tu
     return tuple(routers)
 
 
+def has_experts(model: nn.Module) -> bool:
+    """Whether a model's configuration names a number of experts, replayable or not."""
+    return bool(_expert_counts(model)[1])
+
+
 def _configs(model: nn.Module) -> Iterator[Any]:
     """The configuration of the (wrapped) model and, inside it, those of its parts."""
     root = next((m.config for m in model.modules() if hasattr(getattr(m, "config", None), "model_type")), None)

@@ -14,6 +14,8 @@
 | `model`, `model_revision` | string | what sampled |
 | `sampling` | struct | temperature, top_p, top_k, min_p, seed |
 | `engine` | struct | name, version |
+| `trace_digest` | uint32 | checksum of all of the above but `model` and `engine`; see `digest` |
+| `reward_digest` | uint32 | checksum of `reward`, where there is one |
 | `schema_version` | int32 | 1 |
 
 An Arrow list-of-list is a CSR matrix, so supports go in and come out without a Python object a token.
@@ -23,7 +25,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +33,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from .digest import DIGEST, REWARD_DIGEST, check_digests, reward_digests, trace_digest
+from .errors import TraceSchemaError
+from .multimodal import check_text_only
 from .routes import RoutedExperts, route_dtype
+from .sampling import SAMPLING_TYPE
 from .support import SupportError, SupportRows
 
 SCHEMA_VERSION = 1
@@ -45,20 +50,7 @@ _ROUTE_COLUMNS = (
     "num_experts",
 )
 _KIND_OF_VALUES = {"loss_mask": "boolean", "routed_experts_captured": "boolean", "sampling_logprobs": "floating"}
-_SAMPLING = pa.struct(
-    [
-        ("temperature", pa.float64()),
-        ("top_p", pa.float64()),
-        ("top_k", pa.int64()),
-        ("min_p", pa.float64()),
-        ("seed", pa.int64()),
-    ]
-)
 _ENGINE = pa.struct([("name", pa.string()), ("version", pa.string())])
-
-
-class TraceSchemaError(ValueError):
-    """Columns that are not traces, or that contradict each other."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,14 +132,15 @@ def trace_schema(num_experts: int | None = None, extra: Mapping[str, pa.DataType
     fields |= {
         "model": pa.string(),
         "model_revision": pa.string(),
-        "sampling": _SAMPLING,
+        "sampling": SAMPLING_TYPE,
         "engine": _ENGINE,
+        DIGEST: pa.uint32(),
         "schema_version": pa.int32(),
     }
     return pa.schema(list((fields | dict(extra or {})).items()))
 
 
-OWN_COLUMNS = frozenset(trace_schema(num_experts=1).names)
+OWN_COLUMNS = frozenset((*trace_schema(num_experts=1).names, REWARD_DIGEST))
 """Columns that a trace fills itself, with routes and without."""
 
 
@@ -174,6 +167,7 @@ def traces_to_table(
     engine: Mapping[str, str],
     model_revision: str | None = None,
     types: Mapping[str, pa.DataType] | None = None,
+    metadata: Mapping[bytes, bytes] | None = None,
 ) -> pa.Table:
     """`B` traces as a table of `B` rows.
 
@@ -184,10 +178,11 @@ def traces_to_table(
         sampling: `temperature`, `top_p`, `top_k`, `min_p`, `seed`.
         engine: `name`, `version`.
         types: Arrow types of extra columns over the whole dataset; what is missing there is inferred.
+        metadata: of the table's schema; `datasets` keeps there what its features say beyond the Arrow types.
 
     Raises:
         TraceSchemaError: traces with and without routes, or of different models, or with different extra columns, or
-            with some that have the names of a trace's own.
+            with some that have the names of a trace's own; traces with images.
     """
     routed = [trace.routes for trace in traces if trace.routes is not None]
     if routed and len(routed) != len(traces):
@@ -215,8 +210,9 @@ def traces_to_table(
     columns |= {
         "model": pa.array([os.path.basename(model) if os.path.isabs(model) else model] * n, pa.string()),
         "model_revision": pa.array([model_revision] * n, pa.string()),
-        "sampling": pa.array([dict(sampling)] * n, _SAMPLING),
+        "sampling": pa.array([dict(sampling)] * n, SAMPLING_TYPE),
         "engine": pa.array([dict(engine)] * n, _ENGINE),
+        DIGEST: pa.array([trace_digest(trace, sampling) for trace in traces], pa.uint32()),
         "schema_version": pa.array([SCHEMA_VERSION] * n, pa.int32()),
     }
     names = list(traces[0].extra) if traces else []
@@ -224,8 +220,11 @@ def traces_to_table(
         if set(trace.extra) != set(names):
             raise TraceSchemaError(f"Trace {i} has the columns {sorted(trace.extra)}, the first one {sorted(names)}.")
     check_column_names(names, "The dataset")
+    check_text_only(traces)
     columns |= {name: _extra_column([trace.extra[name] for trace in traces], (types or {}).get(name)) for name in names}
-    return pa.table(columns)
+    if "reward" in names:
+        columns[REWARD_DIGEST] = pa.array(reward_digests(columns["reward"].to_pylist()), pa.uint32())
+    return pa.table(columns, metadata=metadata)
 
 
 def _extra_column(values: Sequence[Any], kind: pa.DataType | None) -> pa.Array:
@@ -244,17 +243,20 @@ def table_to_traces(table: pa.Table) -> list[Trace]:
     """The rows of a table as traces; ids and supports are views of the table's buffers where Arrow allows.
 
     Raises:
-        TraceSchemaError: a column that is missing, null or of another type, or a newer schema.
+        TraceSchemaError: a column that is missing, null or of another type, or a newer schema; bytes that no writer of
+            Arrow left there, or rows that differ from their digest; traces with images.
     """
     missing = [name for name in REQUIRED_COLUMNS if name not in table.column_names]
     if missing:
         raise TraceSchemaError(f"Not a traces table: the columns {missing} are missing from {table.column_names}.")
-    if "schema_version" in table.column_names:
-        newest = max((v for v in table["schema_version"].unique().to_pylist() if v is not None), default=0)
-        if newest > SCHEMA_VERSION:
-            raise TraceSchemaError(
-                f"The traces have schema_version={newest}, this package reads up to {SCHEMA_VERSION}. Upgrade it."
-            )
+    twice = sorted({name for name in table.column_names if table.column_names.count(name) > 1})
+    if twice:
+        raise TraceSchemaError(f"The columns {twice} occur more than once. Rename or drop the others.")
+    try:
+        table.validate(full=True)  # nothing below looks where offsets of damaged lists point
+    except pa.ArrowException as error:
+        raise TraceSchemaError(f"The table is damaged ({error}). Restore its file from a copy.") from error
+    _check_version(table)
     arrays = {name: _combine(table, name) for name in REQUIRED_COLUMNS}
     prompts = _split(arrays["prompt_ids"], np.int32, "prompt_ids")
     completions = _split(arrays["completion_ids"], np.int32, "completion_ids")
@@ -262,37 +264,36 @@ def table_to_traces(table: pa.Table) -> list[Trace]:
     logprobs = _split(arrays["sampling_logprobs"], np.float32, "sampling_logprobs")
     supports = _split_supports(arrays["support_ids"])
     routes: list[Any] = _read_routes(table) if "routed_experts" in table.column_names else [None] * table.num_rows
-    extra = {name: table[name].to_pylist() for name in table.column_names if name not in OWN_COLUMNS}
-    return [
+    extra = {name: _python_values(table[name], name) for name in table.column_names if name not in OWN_COLUMNS}
+    traces = [
         Trace(prompt, ids, mask, values, rows, route, {name: column[i] for name, column in extra.items()})
         for i, (prompt, ids, mask, values, rows, route) in enumerate(
             zip(prompts, completions, masks, logprobs, supports, routes, strict=True)
         )
     ]
+    check_digests(table, traces)
+    check_text_only(traces)
+    return traces
 
 
-def sampling_temperatures(table: pa.Table, where: str) -> set[float]:
-    """The temperatures that the rows of a table were sampled with.
+def _check_version(table: pa.Table) -> None:
+    if "schema_version" not in table.column_names:
+        return
+    kind = table.schema.field("schema_version").type
+    if not (pa.types.is_integer(kind) or pa.types.is_null(kind)):
+        raise TraceSchemaError(f"schema_version holds values of type {kind}, not integers; convert the column.")
+    newest = max((v for v in table["schema_version"].unique().to_pylist() if v is not None), default=0)
+    if newest > SCHEMA_VERSION:
+        raise TraceSchemaError(
+            f"The traces have schema_version={newest}, this package reads up to {SCHEMA_VERSION}. Upgrade it."
+        )
 
-    Raises:
-        TraceSchemaError: naming the row, for one without a temperature, or with one that nothing is sampled at; a table
-            without a `sampling` column.
-    """
-    if "sampling" not in table.column_names:
-        raise TraceSchemaError(f"{where} has no `sampling` column, so the traces' temperature is unknown.")
-    kind = table.schema.field("sampling").type
-    if not pa.types.is_struct(kind) or kind.get_field_index("temperature") < 0:
-        raise TraceSchemaError(f"{where}: `sampling` is of type {kind}, not a struct with a `temperature`.")
-    found = set()
-    for i, row in enumerate(table["sampling"].to_pylist()):
-        value = row and row["temperature"]
-        if not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise TraceSchemaError(
-                f"{where}, row {i}: sampling.temperature is {value!r}; scoring needs the one above 0 that the "
-                "trace was sampled with."
-            )
-        found.add(float(value))
-    return found
+
+def _python_values(column: pa.ChunkedArray, name: str) -> list[Any]:
+    try:
+        return column.to_pylist()
+    except (ValueError, OverflowError, pa.ArrowException) as error:  # a time beyond what Python counts, and the like
+        raise TraceSchemaError(f"The column {name!r} holds a value that cannot be read ({error}). Drop it.") from error
 
 
 def _offsets(lengths: Sequence[int] | np.ndarray, what: str) -> pa.Array:
@@ -321,7 +322,11 @@ def _combine(table: pa.Table, name: str) -> Any:
     else:
         array = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
     if array.null_count:
-        raise TraceSchemaError(f"Row {int(np.argmax(np.asarray(array.is_null())))} has no {name}.")
+        raise TraceSchemaError(
+            f"Row {int(np.argmax(np.asarray(array.is_null())))} has no {name} ({array.null_count} of {len(array)} rows "
+            f"have none). Prompts and traces do not mix; drop the rows without, dataset.filter(lambda row: "
+            f"row[{name!r}] is not None)."
+        )
     kind = array.type
     wanted = _KIND_OF_VALUES.get(name, "integer")
     for _ in range(2 if name == "support_ids" else 1):

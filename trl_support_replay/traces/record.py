@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .shards import write_file
+
 
 class FolderRecordError(ValueError):
     """A folder that holds the shards of another run than the one that is asked for."""
@@ -78,10 +80,9 @@ class FolderRecord:
             )
 
     def write(self) -> None:
-        """Write the file, in one step."""
-        partial = self._path.with_suffix(".partial")
-        with open(partial, "w", encoding="utf-8") as file:
-            json.dump(self._settings, file, indent=2)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(self._path)
+        """Write the file, in one step.
+
+        Raises:
+            ShardFolderError: it cannot be written; naming it and the reason.
+        """
+        write_file(self._path, json.dumps(self._settings, indent=2).encode())

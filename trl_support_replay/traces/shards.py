@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,24 +19,50 @@ _NAME = re.compile(r"traces-(\d{8})-(\d{3})-(\d{5})\.parquet")
 _PARTIAL = ".partial"
 
 
+class ShardFolderError(OSError):
+    """A folder for traces that cannot be made or written."""
+
+
 def write_whole(table: pa.Table, target: Path) -> None:
-    """Write a Parquet file beside its place and move it there in one step: it is whole or absent."""
+    """Write a Parquet file beside its place and move it there in one step: it is whole or absent.
+
+    Raises:
+        ShardFolderError: the file cannot be written; naming it and the reason.
+    """
+    # Ids and log-probs hardly repeat: a dictionary of them would be larger than they are.
+    strings = [field.name for field in table.schema if pa.types.is_string(field.type)]
+    settings: dict[str, Any] = {"compression": "zstd", "use_dictionary": strings, "write_page_checksum": True}
+    with _replacing(target) as file:
+        pq.write_table(table, file, **settings)
+
+
+def write_file(target: Path, content: bytes) -> None:
+    """Write a file beside its place and move it there in one step.
+
+    Raises:
+        ShardFolderError: as `write_whole`.
+    """
+    with _replacing(target) as file:
+        file.write(content)
+
+
+@contextlib.contextmanager
+def _replacing(target: Path) -> Iterator[BinaryIO]:
     partial = target.with_name(f".{target.name}.{os.getpid()}{_PARTIAL}")
     try:
         with open(partial, "wb") as file:
-            # Ids and log-probs hardly repeat: a dictionary of them would be larger than they are.
-            strings = [field.name for field in table.schema if pa.types.is_string(field.type)]
-            pq.write_table(table, file, compression="zstd", use_dictionary=strings, write_page_checksum=True)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, target)
-    except BaseException:
+    except BaseException as error:
         partial.unlink(missing_ok=True)
-        raise
-
-
-class ShardFolderError(OSError):
-    """A folder for traces that cannot be made or written."""
+        if not isinstance(error, OSError):
+            raise
+        raise ShardFolderError(
+            f"{target} cannot be written ({error.strerror or error}). Make room in {target.parent}, or name another "
+            "folder; what is there already is whole."
+        ) from error
 
 
 class ShardFolder:
@@ -87,8 +115,7 @@ class ShardFolder:
             process: which of the processes this is.
             num_processes: how many remove shards, each its share.
         """
-        mine = [(n, path) for n, p, path in self._shards() if p % num_processes == process]
-        removed = sorted(path for n, path in mine if n >= number)
+        removed = [path for path in self.shards_of(process, num_processes) if int(path.name[7:15]) >= number]
         partial = [
             p
             for p in self.path.glob(f".traces-*{_PARTIAL}")
@@ -119,6 +146,10 @@ class ShardFolder:
     def shards(self) -> list[Path]:
         """Paths of the whole shards, in order."""
         return sorted(path for _, _, path in self._shards())
+
+    def shards_of(self, process: int, num_processes: int) -> list[Path]:
+        """Paths of the whole shards that are this process's share, in order."""
+        return sorted(path for _, part, path in self._shards() if part % num_processes == process)
 
     def _shards(self) -> Iterator[tuple[int, int, Path]]:
         for path in self.path.iterdir():

@@ -1,0 +1,7 @@
+"""What is raised when saved traces cannot be used."""
+
+from __future__ import annotations
+
+
+class TraceSchemaError(ValueError):
+    """Columns that are not traces, that contradict each other, or whose bytes are damaged."""
