@@ -197,13 +197,13 @@ def test_nothing_is_read_or_written_where_nothing_is_replayed(build, moe_path, t
 
 def test_the_parts_of_one_policy_score_the_same_completions(saved, tiny_model_path):
     args = SimpleNamespace(use_vllm=False, temperature=1.0, top_p=0.9, top_k=0, min_p=None, num_generations=4)
-    offline = OfflineTraces(load(saved), args, AutoConfig.from_pretrained(tiny_model_path), tensor_parallel_size=2)
+    offline = OfflineTraces(load(saved), args, AutoConfig.from_pretrained(tiny_model_path))
+    policy = SimpleNamespace(tp_size=2)
 
     def completions(process):
         offline.choose([0, 0])
-        return offline.rollout(["", ""], SimpleNamespace(accelerator=SimpleNamespace(process_index=process)))[
-            "completion_ids"
-        ]
+        trainer = SimpleNamespace(accelerator=SimpleNamespace(process_index=process), model=policy)
+        return offline.rollout(["", ""], trainer)["completion_ids"]
 
     found = [completions(process) for process in range(4)]
     assert found[0] == found[1] and found[2] == found[3]
