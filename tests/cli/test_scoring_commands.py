@@ -233,6 +233,13 @@ def test_traces_without_a_temperature_are_named(
     assert code == (1 if command == "inspect" else 2) and message in text
 
 
+@pytest.mark.parametrize("value", [None, "3"])
+def test_a_step_that_is_no_number_is_named(captured, tiny_model_path, tmp_path, capsys, value):
+    traces = shard_of(captured, tmp_path / "t", lambda table: replaced(table, "step", [value] * len(table)))
+    code, text = run_cli(capsys, "audit", *score(traces, tiny_model_path, tmp_path / "out")[1:])
+    assert code == 2 and f"row 0: step={value!r} is not the number of a training step" in text
+
+
 @pytest.mark.parametrize("command", ["score", "audit"])
 def test_traces_without_a_sampling_column_are_named(captured, tiny_model_path, tmp_path, capsys, command):
     traces = shard_of(captured, tmp_path / "t", lambda table: table.drop_columns(["sampling"]))

@@ -4,11 +4,12 @@ import json
 import shutil
 import subprocess
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from transformers import GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 
 from tests.cli.conftest import CLI, capture, cli, run_cli
 from trl_support_replay.cli import main
@@ -231,6 +232,77 @@ def test_capture_does_not_go_on_in_a_folder_of_other_traces(captured, tiny_model
     shutil.copy(shard, tmp_path)
     code, text = run_cli(capsys, *capture(tiny_model_path, prompts, tmp_path))
     assert code == 2 and "no capture.json" in text and (tmp_path / shard.name).exists()
+
+
+def test_a_torn_shard_is_sampled_anew(captured, tiny_model_path, prompts, tmp_path, capsys):
+    output = tmp_path / "traces"
+    shutil.copytree(captured, output)
+    whole = [path.read_bytes() for path in ShardFolder(output).shards()]
+    first, second, _ = ShardFolder(output).shards()
+    first.write_bytes(whole[0][: len(whole[0]) // 2])
+    table = pq.read_table(second)
+    logprobs = pa.array([[-0.5] * len(row) for row in table["sampling_logprobs"].to_pylist()], pa.list_(pa.float32()))
+    index = table.column_names.index("sampling_logprobs")
+    pq.write_table(table.set_column(index, "sampling_logprobs", logprobs), second)
+    code, text = run_cli(capsys, *capture(tiny_model_path, prompts, output))
+    assert code == 0 and "1 of 3 shards are there already" in text
+    assert f"sampled anew: {first} is not whole Parquet" in text
+    assert f"sampled anew: {second.name}: Row 0 is not what was saved" in text
+    assert [path.read_bytes() for path in ShardFolder(output).shards()] == whole
+
+
+@pytest.mark.parametrize("other", ["shard", "sampling"])
+def test_a_shard_of_another_capture_is_not_taken(captured, tiny_model_path, prompts, tmp_path, capsys, other):
+    output = tmp_path / "traces"
+    shutil.copytree(captured, output)
+    first, second, _ = ShardFolder(output).shards()
+    if other == "sampling":
+        code, text = run_cli(capsys, *capture(tiny_model_path, prompts, tmp_path / "other"), "--seed", 5)
+        assert code == 0, text
+        second = tmp_path / "other" / first.name
+    shutil.copy(second, first)
+    code, text = run_cli(capsys, *capture(tiny_model_path, prompts, output))
+    assert code == 2 and f"{first} holds traces of other prompts or sampling settings" in text
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "a", "images": ["x.png"]}, "row 0 has a value in the column 'images'"),
+        ({"prompt": "a", "image": "x.png"}, "row 0 has a value in the column 'image'"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]},
+            "row 0: its prompt has a part of type 'image'",
+        ),
+    ],
+)
+def test_capture_refuses_images(tiny_model_path, tmp_path, capsys, row, message):
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps(row))
+    code, text = run_cli(capsys, *capture(tiny_model_path, data, tmp_path / "out"))
+    assert code == 2 and message in text and "carry no images" in text and not list(tmp_path.glob("out/*"))
+
+
+def test_capture_refuses_the_ids_of_images(tiny_model_path, tmp_path, capsys):
+    model = tmp_path / "vlm"
+    shutil.copytree(tiny_model_path, model)
+    config = json.loads((model / "config.json").read_text())
+    config["image_token_id"] = AutoTokenizer.from_pretrained(model).convert_tokens_to_ids("#")
+    (model / "config.json").write_text(json.dumps(config))
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "what"}\n{"prompt": "#what"}')
+    code, text = run_cli(capsys, *capture(model, data, tmp_path / "out"))
+    assert code == 2 and "row 1: its prompt hold 1 times the id" in text and "image_token_id of llama" in text
+
+
+def test_a_damaged_prompts_file_is_named(tiny_model_path, tmp_path, capsys):
+    saved = tmp_path / "saved"
+    datasets.Dataset.from_dict({"prompt": ["a", "b"]}).save_to_disk(str(saved))
+    (saved / "state.json").write_text("{")
+    (tmp_path / "torn.parquet").write_bytes(b"PAR1 torn")
+    for data in (saved, tmp_path / "torn.parquet"):
+        code, text = run_cli(capsys, *capture(tiny_model_path, data, tmp_path / "out"))
+        assert code == 2 and f"--dataset {data} cannot be read" in text and "Traceback" not in text
 
 
 @pytest.mark.needs("vllm")

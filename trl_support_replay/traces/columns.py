@@ -221,13 +221,14 @@ def traces_to_table(
             raise TraceSchemaError(f"Trace {i} has the columns {sorted(trace.extra)}, the first one {sorted(names)}.")
     check_column_names(names, "The dataset")
     check_text_only(traces)
-    columns |= {name: _extra_column([trace.extra[name] for trace in traces], (types or {}).get(name)) for name in names}
+    for name in names:
+        columns[name] = _extra_column(name, [trace.extra[name] for trace in traces], (types or {}).get(name))
     if "reward" in names:
         columns[REWARD_DIGEST] = pa.array(reward_digests(columns["reward"].to_pylist()), pa.uint32())
     return pa.table(columns, metadata=metadata)
 
 
-def _extra_column(values: Sequence[Any], kind: pa.DataType | None) -> pa.Array:
+def _extra_column(name: str, values: Sequence[Any], kind: pa.DataType | None) -> pa.Array:
     """Of the type that the dataset has, where the values are of it; else as Arrow infers it.
 
     Readers of several shards take the type of the first, and what one shard shows (nulls only) may fit no other.
@@ -236,7 +237,10 @@ def _extra_column(values: Sequence[Any], kind: pa.DataType | None) -> pa.Array:
         # A transform of the dataset may have changed its rows; then the type is that of the values again.
         with contextlib.suppress(pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError):
             return pa.array(values, kind)
-    return pa.array(values)
+    try:
+        return pa.array(values)
+    except pa.ArrowException as error:
+        raise TraceSchemaError(f"The column {name!r} mixes values that no one type holds ({error}).") from error
 
 
 def table_to_traces(table: pa.Table) -> list[Trace]:
