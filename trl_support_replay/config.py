@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from trl import GRPOConfig, RLOOConfig
 
 from .contract import check_contract
+from .noise import refuse_neftune
 from .serving.urls import without_credentials
 
 if TYPE_CHECKING:
@@ -254,6 +255,8 @@ class ReplayConfig(_TRLConfig):
                 f"which depend on the engine's data type. Set vllm_dtype={dtype!r} instead."
             )
         settings = check_contract(self)
+        if settings.truncates or self.routed_experts_replay:
+            refuse_neftune(self)
         packed = settings.truncates or self.routed_experts_replay or self.weight_sync == "filesystem"
         if packed and self.use_vllm and self.vllm_mode == "server" and self.max_completion_length is None:
             raise ValueError(

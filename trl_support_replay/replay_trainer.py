@@ -31,6 +31,7 @@ from .rebind import rebound
 from .replay_check import GapStatistics, ReplayGapError, Tolerance, explain
 from .replay_head import ReplayCaller, add_replay_head, recorded_mask
 from .replay_metrics import route_metrics, support_metrics
+from .replayed_models import ReplayedModels
 from .route_sessions import RouteSessions
 from .support_growth import SupportGrowth
 from .tensor_parallel import check_tensor_parallel, seed_alike
@@ -141,6 +142,7 @@ class ReplayTrainer(PublishesTraces, _TRLTrainer):
         self._entropy_scope = args.entropy_scope if self.replays_support else "full"
         if self.replays_support and args.entropy_scope == "auto":
             self._entropy_scope = "full" if self._entropy_in_loss() else "support"
+        self._models = ReplayedModels(self)
 
     @classmethod
     def _checked_args(cls, model: Any, args: Any) -> Any:
@@ -210,6 +212,7 @@ class ReplayTrainer(PublishesTraces, _TRLTrainer):
         if not self.model.training:
             self._log_completion_columns(empty_columns(len(inputs)))  # the table has a value a row in every column
             return super()._generate_and_score_completions(inputs)
+        self._models.make_ready()
         self._recorder = SupportRecorder()
         try:
             output = super()._generate_and_score_completions(inputs)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from .model_probe import Probe
 from .replay_head import ReplayBatch, add_replay_head
 from .traces.columns import Trace
 
@@ -106,6 +107,9 @@ class TraceScorer:
         model: the model; its forward gains the replay head.
         temperature: the sampler's temperature.
         batch_size: traces a forward.
+
+    Raises:
+        UnreplayableModelError: scores by hidden states and head are not those of the model's own logits.
     """
 
     def __init__(self, model: PreTrainedModel, temperature: float, batch_size: int = 8):
@@ -113,6 +117,11 @@ class TraceScorer:
         self._model = model.eval()
         self._temperature = temperature
         self._batch_size = batch_size
+        Probe.run(model).check_scores(model, self._two_scores, temperature)
+
+    def _two_scores(self, traces: Sequence[Trace]) -> list[torch.Tensor]:
+        scores = self.score(traces)
+        return [torch.from_numpy(np.concatenate(scores[name])) for name in ("logprobs", "full_logprobs")]
 
     def score(self, traces: Sequence[Trace]) -> dict[str, list[np.ndarray]]:
         """For each of `SCORES`, one `[T]` float32 array a trace; NaN where the token was not sampled."""

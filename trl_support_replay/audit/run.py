@@ -66,16 +66,19 @@ def audit_traces(
             apart.
 
     Raises:
+        UnreplayableModelError: scores by hidden states and head are not those of the model's own logits.
         UnreplayableRouterError: traces with routes for a model whose routing cannot be replayed.
     """
     tokens = RecordedTokens.of(source.traces)
     has_routes = bool(source.traces) and all(trace.routes is not None for trace in source.traces)
     scorer = TokenScorer(model, source.temperature, batch_size, track)
+    scorer.check_model()
     live = scorer.score(tokens)
     replayed = scorer.score(tokens, replay_routes=True) if has_routes else live
     sampled = None
     if sampler is not None:
         scorer = scorer.like(sampler)
+        scorer.check_model()
         sampled = scorer.score(tokens, replay_routes=has_routes)
     scores = Scored(live, replayed, sampled)
     parts = split_gaps(tokens, scores)

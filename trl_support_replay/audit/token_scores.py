@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..model_probe import Probe
 from ..routing import RouteBatch, RouterReplay
 from ..scoring import SupportCSR, lm_head_from_model, score_candidates, score_support
 from ..trace_scores import padded_batch
@@ -102,6 +103,15 @@ class TokenScorer:
         self._batch_size = batch_size
         self._track = track
         self._replay: RouterReplay | None = None
+
+    def check_model(self) -> None:
+        """Raise `UnreplayableModelError` unless scores are those of the model's own logits."""
+
+        def score(traces: Sequence[Trace]) -> list[torch.Tensor]:
+            scores = self.score(RecordedTokens.of(traces))
+            return [torch.from_numpy(scores.logprobs), torch.from_numpy(scores.full_logprobs)]
+
+        Probe.run(self.model).check_scores(self.model, score, self._temperature)
 
     def like(self, model: Any) -> TokenScorer:
         """A scorer of another model, otherwise the same."""
