@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trl import GRPOConfig, RLOOConfig
 
 from .contract import check_contract, spell_off_alike, warnings_of
+from .noise import refuse_neftune
 from .serving.urls import without_credentials
 
 if TYPE_CHECKING:
@@ -260,6 +261,8 @@ class ReplayConfig(_TRLConfig):
         spell_off_alike(self)
         for warning in warnings_of(self):
             logger.warning("%s", warning)
+        if settings.truncates or self.routed_experts_replay:
+            refuse_neftune(self)
         packed = settings.truncates or self.routed_experts_replay or self.weight_sync == "filesystem"
         if packed and self.use_vllm and self.vllm_mode == "server" and self.max_completion_length is None:
             raise ValueError(

@@ -16,6 +16,7 @@ from .gap_checks import SAMPLES
 from .passes import ScoringPass
 from .processes import agreeing, agreeing_around, alone
 from .replay_metrics import support_metrics
+from .replayed_models import ReplayedModels
 from .support_growth import SupportGrowth
 from .tensor_parallel import SampleGroups
 from .trace_saving import TraceSaver
@@ -37,6 +38,7 @@ class RecordedGeneration(_TRLTrainer):
     _groups: SampleGroups
     _growth: SupportGrowth | None
     _saver: TraceSaver | None
+    _models: ReplayedModels
     eos_token_ids: list[int]
 
     def _record_transformers(self, prompt_ids: list, generate: Any) -> tuple[list, list[list[TracedLogprob]]]:
@@ -138,6 +140,7 @@ class RecordedGeneration(_TRLTrainer):
             self._log_completion_columns(empty_columns(len(inputs)))  # the table has a value a row in every column
             with self._groups.counted_once(self._trl):
                 return super()._generate_and_score_completions(inputs)
+        self._models.make_ready()
         generation = ScoringPass("generation", recorder=SupportRecorder())
         with self._opened(generation), self._groups.counted_once(self._trl):
             output = super()._generate_and_score_completions(inputs)

@@ -8,6 +8,7 @@ DDP, FSDP and ZeRO-3 are armed when it reads its weight.
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from transformers.utils import ModelOutput
 from .scoring import SupportCSR, lm_head_from_model, score_support
 from .traces.columns import Trace
 from .traces.support import SupportRows
+
+_VIRTUAL_TOKENS = "Adapters that add virtual tokens (prompt tuning, prefix tuning) cannot be replayed."
 
 
 @dataclass
@@ -114,36 +117,48 @@ def add_replay_head(model: PreTrainedModel, check: Callable[[Any], None] | None 
         check: is given the input ids of every call without `replay`, and raises where that call may not be.
     """
     original = model.forward
+    signature = inspect.signature(original)
 
-    # `generate` checks its keyword arguments against the signature.
     @functools.wraps(original)
     def forward(self: PreTrainedModel, *args: Any, replay: ReplayBatch | None = None, **kwargs: Any) -> Any:
         if replay is None:
             if check is not None:
                 check(args[0] if args else kwargs.get("input_ids"))
             return original(*args, **kwargs)
+        kwargs |= dict(zip(signature.parameters, args, strict=False))
         # The caller's fused-head arguments: here the batch says what is scored.
         for name in ("labels", "fused_lm_head"):
             kwargs.pop(name, None)
-        return _score(self, replay, args, kwargs)
+        return _score(self, replay, kwargs)
 
+    # `generate` and PEFT look at the signature: that of a method is what its function has after the first parameter.
+    forward.__signature__ = _with_replay(signature)  # type: ignore[attr-defined]
     model.forward = types.MethodType(forward, model)
 
 
-def _score(model: PreTrainedModel, replay: ReplayBatch, args: tuple, kwargs: dict[str, Any]) -> ReplayOutput:
-    input_ids = kwargs["input_ids"]
+def _with_replay(signature: inspect.Signature) -> inspect.Signature:
+    """A function's signature: `self`, what a bound method's `signature` has, and `replay`."""
+    parameters = {"self": inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD), **signature.parameters}
+    parameters["replay"] = inspect.Parameter("replay", inspect.Parameter.KEYWORD_ONLY, default=None)
+    return signature.replace(parameters=sorted(parameters.values(), key=lambda parameter: parameter.kind))
+
+
+def _score(model: PreTrainedModel, replay: ReplayBatch, kwargs: dict[str, Any]) -> ReplayOutput:
+    input_ids = kwargs.get("input_ids")
+    if input_ids is None:
+        raise ValueError(f"The model was called without input_ids. {_VIRTUAL_TOKENS}")
     kwargs["use_cache"] = False
     config = model.config.get_text_config()
     if getattr(config, "output_router_logits", False):
         kwargs.setdefault("output_router_logits", True)
     # Looked up at each call: FSDP and PEFT replace modules after the head was added.
-    backbone = model.base_model(*args, **kwargs)
+    backbone = model.base_model(**kwargs)
     hidden = backbone.last_hidden_state  # [B, S, H]
     num_samples, length = replay.shape
     if hidden.shape[:2] != replay.shape:
         raise ValueError(
             f"The model returned hidden states for {tuple(hidden.shape[:2])} positions where {replay.shape} were "
-            "expected. Adapters that add virtual tokens (prompt tuning, prefix tuning) cannot be replayed."
+            f"expected. {_VIRTUAL_TOKENS}"
         )
     targets = input_ids[:, 1:].reshape(-1)
     torch._assert_async(

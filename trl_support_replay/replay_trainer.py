@@ -30,6 +30,7 @@ from .recorded_generation import RecordedGeneration
 from .replay_check import Tolerance
 from .replay_head import ReplayCaller, add_replay_head
 from .replay_metrics import StepMetrics
+from .replayed_models import ReplayedModels
 from .route_sessions import RouteSessions
 from .support_growth import SupportGrowth
 from .tensor_parallel import SampleGroups, check_tensor_parallel
@@ -135,6 +136,7 @@ class ReplayTrainer(RecordedGeneration, GapChecks, PublishesTraces, _TRLTrainer)
         self._entropy_scope = args.entropy_scope if self.replays_support else "full"
         if self.replays_support and args.entropy_scope == "auto":
             self._entropy_scope = "full" if self._entropy_in_loss() else "support"
+        self._models = ReplayedModels(self)
 
     @classmethod
     def _by_name(cls, more: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -66,6 +66,7 @@ def audit_traces(
             apart.
 
     Raises:
+        UnreplayableModelError: scores by hidden states and head are not those of the model's own logits.
         UnreplayableRouterError: traces with routes for a model whose routing cannot be replayed.
         MultimodalTraceError: traces of prompts with images.
     """

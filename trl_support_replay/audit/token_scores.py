@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..model_probe import Probe
 from ..routing import RouteBatch, RouteMetrics, RouterReplay, has_experts
 from ..scoring import SupportCSR, lm_head_from_model, score_candidates, score_support
 from ..traces.columns import Trace
@@ -128,6 +129,9 @@ class TokenScorer:
         temperature: the sampler's.
         batch_size: traces a forward.
         track: wraps the batches of a pass, to show how far it is.
+
+    Raises:
+        UnreplayableModelError: scores by hidden states and head are not those of the model's own logits.
     """
 
     def __init__(
@@ -141,8 +145,14 @@ class TokenScorer:
         self._causal = model.get_base_model() if hasattr(model, "peft_config") else model
         self._temperature = temperature
         self._batch_size = batch_size
-        self._track = track
+        self._track: Callable[[Sequence[int]], Iterable[int]] = iter
         self._replay: RouterReplay | None = None
+        Probe.run(model).check_scores(model, self._two_scores, temperature)
+        self._track = track
+
+    def _two_scores(self, traces: Sequence[Trace]) -> list[torch.Tensor]:
+        scores = self.score(RecordedTokens.of(traces))
+        return [torch.from_numpy(scores.logprobs), torch.from_numpy(scores.full_logprobs)]
 
     def like(self, model: Any) -> TokenScorer:
         """A scorer of another model, otherwise the same."""

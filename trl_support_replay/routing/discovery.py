@@ -107,8 +107,8 @@ def has_experts(model: nn.Module) -> bool:
     return bool(_expert_counts(model)[1])
 
 
-def _configs(model: nn.Module) -> Iterator[Any]:
-    """The configuration of the (wrapped) model and, inside it, those of its parts."""
+def configs(model: nn.Module) -> Iterator[Any]:
+    """The configuration of a model, wrapped or not, and those of its parts (`text_config`, ...)."""
     root = next((m.config for m in model.modules() if hasattr(getattr(m, "config", None), "model_type")), None)
     pending = [] if root is None else [root]
     while pending:
@@ -118,18 +118,18 @@ def _configs(model: nn.Module) -> Iterator[Any]:
 
 
 def _expert_counts(model: nn.Module) -> tuple[str, set[int]]:
-    configs = list(_configs(model))
-    counts = {getattr(config, name, None) for config in configs for name in _EXPERT_COUNTS}
+    parts = list(configs(model))
+    counts = {getattr(config, name, None) for config in parts for name in _EXPERT_COUNTS}
     # "Zero experts" pass a token through; the router chooses among them as among the others.
     counts |= {
         n + getattr(config, "zero_expert_num", 0)
-        for config in configs
+        for config in parts
         for n in [getattr(config, "n_routed_experts", None)]
         if isinstance(n, int)
     }
-    model_type = next((c.model_type for c in configs if c.model_type in REFUSED_FAMILIES), None)
+    model_type = next((c.model_type for c in parts if c.model_type in REFUSED_FAMILIES), None)
     if model_type is None:
-        model_type = configs[0].model_type if configs else type(model).__name__
+        model_type = parts[0].model_type if parts else type(model).__name__
     return model_type, {n for n in counts if isinstance(n, int) and n > 1}
 
 
@@ -193,11 +193,11 @@ def _watch_topk(
     finally:
         for handle in handles:
             handle.remove()
-        _reshard(model)
+        reshard(model)
     return found
 
 
-def _reshard(model: nn.Module) -> None:
+def reshard(model: nn.Module) -> None:
     """Give FSDP2 its shards back: without a backward, the root's parameters stay whole after a forward, and an
     optimizer that is made from them then would update copies."""
     for module in model.modules():
