@@ -151,8 +151,8 @@ def test_a_further_turn_brings_only_new_routes(build, moe_server, tiny_moe_path)
     assert fresh == [0, 0, *(len(p) + len(c) - 1 for p, c in zip(prompts, first, strict=True))]
     for b, prompt in enumerate(prompts):
         values = [*(x for (x,) in first_logprobs[b]), 0.0, 0.0, *(x for (x,) in second_logprobs[b])]
-        routes = recorder.routes_of(recorder.row_indices(values), len(prompt), "completion")
         ids = turns[b] + second[b]
+        routes = recorder.routes_of(recorder.row_indices(values), np.array(ids), len(prompt), "completion")
         assert len(routes) == len(ids) and routes.captured_prefix == len(ids) - 1 and routes.layers == (0, 2)
         whole = GenerateRequest(
             "whole", np.array(ids, np.int32), sampling={"max_tokens": 1}, support=False, routes_start=0

@@ -274,7 +274,8 @@ class SupportVLLMGeneration(EngineFixes):
                     request = f"vLLM request {output.request_id}"
                     values, rows, repaired = self._read(completion, request, trailing=stops)
                     routes = self._read_routes(output, completion, request, trailing=stops)
-                    traced = recorder.add(completion.token_ids, values, rows, repaired, routes)
+                    prompt_ids = () if routes is None else output.prompt_token_ids
+                    traced = recorder.add(completion.token_ids, values, rows, repaired, routes, prompt_ids)
                     logprobs.append([[x] for x in traced])
                     token_ids.append([[token] for token in completion.token_ids])
             return logprobs, token_ids
