@@ -18,7 +18,7 @@ def support_metrics(samples: Sequence[Trace], repaired: int, num_synthetic: int,
 
     Args:
         samples: this process's completions.
-        repaired: how many of their supports were repaired.
+        repaired: how many of their supports were repaired, or lack or may lack members.
         num_synthetic: how many end in a token that nobody sampled.
         gather: over processes.
     """

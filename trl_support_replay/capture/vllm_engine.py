@@ -29,7 +29,7 @@ from ..traces.routes import RoutedExperts
 from ..traces.support import SupportRows
 from .recorder import SupportRecorder
 from .vllm_cpu import repack_on_cpu
-from .vllm_outputs import TIE_SLACK, read_flat_logprobs, read_sampled_logprobs, read_sampling_mask
+from .vllm_outputs import num_candidates, read_flat_logprobs, read_sampled_logprobs, read_sampling_mask
 from .vllm_routes import read_routed_experts
 
 if TYPE_CHECKING:
@@ -211,16 +211,16 @@ class SupportVLLMGeneration(EngineFixes):
         if self.capture == "native":
             kwargs["return_sampling_mask"] = True
         elif self.capture == "logprobs":
-            kwargs.setdefault("max_logprobs", self._settings.top_k + TIE_SLACK)
+            kwargs.setdefault("max_logprobs", num_candidates(self._settings.top_k, kwargs["dtype"]))
         return kwargs
 
     def _request_kwargs(self) -> dict[str, Any]:
         """Sampling parameters that make the engine report supports."""
         if self.capture != "logprobs":
             return {"logprobs": 0}
-        limit = self.llm.llm_engine.model_config.max_logprobs
-        wanted = min(self._settings.top_k + TIE_SLACK, self.llm.llm_engine.model_config.get_vocab_size())
-        return {"logprobs": wanted if limit < 0 else min(wanted, limit), "flat_logprobs": True}
+        config = self.llm.llm_engine.model_config
+        wanted = num_candidates(self._settings.top_k, config.dtype, config.get_vocab_size(), config.max_logprobs)
+        return {"logprobs": wanted, "flat_logprobs": True}
 
     def _read(self, completion: Any, request: str, trailing: bool) -> tuple[np.ndarray, SupportRows, int]:
         if self.capture == "native":
