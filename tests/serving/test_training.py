@@ -23,6 +23,7 @@ from trl_support_replay.hub.model_card import RunFacts
 from trl_support_replay.replay_check import ReplayGapError
 from trl_support_replay.serving.protocol import GenerateRequest
 
+from ..trainer.test_routes import CUTS
 from .fakes import FakeEngine, HTTPServer, serving
 from .faulty_proxy import Fault, FaultyProxy
 from .vllm_process import VLLMServe
@@ -133,6 +134,15 @@ def test_routes_come_from_the_server_too(build, moe_server, tiny_moe_path, trunc
     log = steps(trainer)
     assert len(log) == 3 and all(entry["support/logprob_gap_max"] < 1e-4 for entry in log)
     assert all(entry["routes/agreement"] > 0.99 for entry in log)
+
+
+def test_turns_that_are_cut_have_the_routes_of_the_next_request(build, moe_server, tiny_moe_path):
+    settings = server_settings(moe_server) | {"top_k": 20, "rollout_func": CUTS["observations behind the cut"]}
+    trainer = build(tiny_moe_path, max_steps=2, routed_experts_replay=True, **settings)
+    trainer.train()
+    log = steps(trainer)
+    assert len(log) == 2 and all(entry["support/logprob_gap_max"] < 1e-4 for entry in log)
+    assert all(entry["routes/uncaptured"] <= 4 for entry in log)  # the last token of each completion
 
 
 def test_a_further_turn_brings_only_new_routes(build, moe_server, tiny_moe_path):
