@@ -20,6 +20,13 @@ ROUTES_KEY = "routed_experts"
 """Key under which a `rollout_func` returns routes: for each completion, `RoutedExperts` of all its tokens."""
 
 
+_WHAT_TO_RETURN = (
+    "Replay compares scores with the log-probs that the engine reported, so rollout_func has to return them: those of "
+    "the trainer's own generation as they are, or those of another engine over the support, with the supports under "
+    f"{ROLLOUT_KEY!r}."
+)
+
+
 @dataclass
 class Collected:
     """Completions with their supports.
@@ -42,7 +49,7 @@ def collect_samples(
     prompt_ids: Sequence[Sequence[int]],
     completion_ids: Sequence[Sequence[int]],
     tool_mask: Sequence[Sequence[int]] | None,
-    logprobs: Sequence[Sequence[float]],
+    logprobs: Sequence[Sequence[float | None]] | None,
     given: Sequence[Any] | None,
     given_routes: Sequence[RoutedExperts] | None = None,
     *,
@@ -59,7 +66,8 @@ def collect_samples(
         prompt_ids: `B` prompts.
         completion_ids: `B` completions.
         tool_mask: 1 for sampled tokens and 0 for observations; `None` when all were sampled.
-        logprobs: the completions' log-probs, as the rollout passed them on.
+        logprobs: the completions' log-probs, as the rollout passed them on; `None` for an observation, or for all of
+            them, which is refused.
         given: supports that a custom rollout returned itself under `ROLLOUT_KEY`; `None` when it did not.
         given_routes: `P + T` routes of each completion that a custom rollout returned under `ROUTES_KEY`, or `None`.
         vocab_size: number of rows of the LM head.
@@ -72,10 +80,13 @@ def collect_samples(
         SupportError: naming completion, token and numbers, when a sampled token has no support, is not in it, or is not
             the token that was sampled there.
     """
+    _check_logprobs_given(logprobs)
+    assert logprobs is not None
     table, sampled_there = recorder.table(), recorder.token_ids()
     collected = Collected(tool_mask=None if tool_mask is None else [list(mask) for mask in tool_mask])
-    if given is not None and len(given) != len(completion_ids):
-        raise SupportError(f"{ROLLOUT_KEY!r} holds {len(given)} completions, but there are {len(completion_ids)}.")
+    for name, of_rollout in ((ROLLOUT_KEY, given), (ROUTES_KEY, given_routes)):
+        if of_rollout is not None and len(of_rollout) != len(completion_ids):
+            raise SupportError(f"{name!r} holds {len(of_rollout)} completions, but there are {len(completion_ids)}.")
     for b, ids in enumerate(completion_ids):
         where = f"completion {b}"
         token_ids = np.asarray(ids, dtype=np.int64)
@@ -97,15 +108,18 @@ def collect_samples(
                 token = int(np.flatnonzero(~mask & (rows.sizes > 0))[0])
                 raise SupportError(f"{where}: token {token} is an observation, but its row is not empty.")
         _check_rows(rows, token_ids, vocab_size, where)
-        values = list(logprobs[b])
+        values = [float("nan") if x is None else x for x in logprobs[b]]
+        unknown = np.flatnonzero((rows.sizes > 0) & [x is None for x in logprobs[b]])
+        if len(unknown):
+            raise SupportError(f"{where}: token {unknown[0]} was sampled, and its log-prob is None. {_WHAT_TO_RETURN}")
         unsupported = np.flatnonzero(mask & (rows.sizes == 0))
         if len(unsupported):
             if given is None and len(unsupported) == mask.sum() > 1:
                 raise SupportError(
                     f"{where} came back without supports, which {asked_by} asks for. Return them from rollout_func "
                     f"under {ROLLOUT_KEY!r} (for each completion, one list of ids a token, empty for observations), or "
-                    "pass on unchanged the log-probs that the trainer's own generation returned; or switch truncation "
-                    "off (top_k=0, top_p=1, min_p=0)."
+                    "pass on unchanged the log-probs that the trainer's own generation returned for this batch; or "
+                    "switch truncation off (top_k=0, top_p=1, min_p=0)."
                 )
             _check_synthetic_eos(token_ids, unsupported, eos_token_ids, synthetic_eos, where)
             collected.num_synthetic += 1
@@ -118,11 +132,26 @@ def collect_samples(
         if leave_out[b]:
             mask = np.zeros_like(mask)
         prompt = np.asarray(prompt_ids[b], dtype=np.int32)
-        routes = recorder.routes_of(indices, len(prompt), where) if given_routes is None else given_routes[b]
+        whole = np.concatenate([prompt, token_ids])
+        if given_routes is not None:
+            routes: RoutedExperts | None = given_routes[b]
+            if routes is not None:
+                routes.check(num_tokens=len(whole), where=f"{where}, {ROUTES_KEY!r}")
+        else:
+            routes = recorder.routes_of(indices, whole, len(prompt), where)
+            if routes is None and not rows.nnz:
+                routes = recorder.no_routes(len(whole))  # nothing that was sampled is left
         recorded = np.where(rows.sizes > 0, values, np.nan).astype(np.float32)
         collected.samples.append(Trace(prompt, token_ids.astype(np.int32), mask, recorded, rows, routes))
         collected.logprobs.append(values)
     return collected
+
+
+def _check_logprobs_given(logprobs: Sequence[Sequence[float | None] | None] | None) -> None:
+    lacking = [b for b, values in enumerate(logprobs or []) if values is None]
+    if logprobs is None or lacking:
+        where = f" for completion {lacking[0]}" if lacking else ""
+        raise SupportError(f"rollout_func returned 'logprobs': None{where}. {_WHAT_TO_RETURN}")
 
 
 def _check_same_tokens(token_ids: np.ndarray, sampled: np.ndarray, positions: np.ndarray, where: str) -> None:
@@ -146,7 +175,8 @@ def _check_synthetic_eos(
             f"{where}: {len(unsupported)} of {len(token_ids)} loss-bearing tokens have no recorded support (first at "
             f"token {unsupported[0]}, id {token_ids[unsupported[0]]}). Only one end-of-sequence token at the very end "
             "may be without. If they were sampled, their supports were lost on the way: a rollout must hand on the "
-            "log-probs that it was given, not plain floats made of them. If not, they belong in the mask as 0."
+            "log-probs that it was given for this batch, not plain floats made of them. If not, they belong in the "
+            "mask as 0."
         )
     if synthetic_eos == "error":
         raise SupportError(

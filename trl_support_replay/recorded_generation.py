@@ -70,8 +70,10 @@ class RecordedGeneration(_TRLTrainer):
             width = padded + scores.num_steps
             routes = routing.samples([padded - p for p, _ in lengths], [p + c for p, c in lengths], width)
         return [
-            recorder.add(ids, values, rows, routes=route)
-            for ids, (values, rows), route in zip(completion_ids, scores.collect(completion_ids), routes, strict=True)
+            recorder.add(ids, values, rows, routes=route, prompt_ids=prompt)
+            for prompt, ids, (values, rows), route in zip(
+                prompt_ids, completion_ids, scores.collect(completion_ids), routes, strict=True
+            )
         ]
 
     def _generate(self, prompts: list) -> Any:

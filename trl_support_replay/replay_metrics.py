@@ -102,7 +102,7 @@ def support_metrics(samples: Sequence[Trace], repaired: int, num_synthetic: int)
 
     Args:
         samples: the completions.
-        repaired: how many of their supports were repaired.
+        repaired: how many of their supports were repaired, or lack or may lack members.
         num_synthetic: how many end in a token that nobody sampled.
     """
     sizes = np.concatenate([np.zeros(0, np.int64), *(sample.supports.sizes for sample in samples)])

@@ -24,6 +24,7 @@ from trl_support_replay.passes import ScoringPass
 from trl_support_replay.replay_check import ReplayGapError
 from trl_support_replay.serving.protocol import GenerateRequest
 
+from ..trainer.test_routes import CUTS
 from .fakes import FakeEngine, HTTPServer, serving
 from .faulty_proxy import Fault, FaultyProxy
 from .vllm_process import VLLMServe
@@ -136,6 +137,15 @@ def test_routes_come_from_the_server_too(build, moe_server, tiny_moe_path, trunc
     assert all(entry["routes/agreement"] > 0.99 for entry in log)
 
 
+def test_turns_that_are_cut_have_the_routes_of_the_next_request(build, moe_server, tiny_moe_path):
+    settings = server_settings(moe_server) | {"top_k": 20, "rollout_func": CUTS["observations behind the cut"]}
+    trainer = build(tiny_moe_path, max_steps=2, routed_experts_replay=True, **settings)
+    trainer.train()
+    log = steps(trainer)
+    assert len(log) == 2 and all(entry["support/logprob_gap_max"] < 1e-4 for entry in log)
+    assert all(entry["routes/uncaptured"] <= 4 for entry in log)  # the last token of each completion
+
+
 def test_a_further_turn_brings_only_new_routes(build, moe_server, tiny_moe_path):
     trainer = build(tiny_moe_path, top_k=20, routed_experts_replay=True, **server_settings(moe_server))
     generation = trainer.vllm_generation
@@ -153,8 +163,8 @@ def test_a_further_turn_brings_only_new_routes(build, moe_server, tiny_moe_path)
     assert fresh == [0, 0, *(len(p) + len(c) - 1 for p, c in zip(prompts, first, strict=True))]
     for b, prompt in enumerate(prompts):
         values = [*(x for (x,) in first_logprobs[b]), 0.0, 0.0, *(x for (x,) in second_logprobs[b])]
-        routes = recorder.routes_of(recorder.row_indices(values), len(prompt), "completion")
         ids = turns[b] + second[b]
+        routes = recorder.routes_of(recorder.row_indices(values), np.array(ids), len(prompt), "completion")
         assert len(routes) == len(ids) and routes.captured_prefix == len(ids) - 1 and routes.layers == (0, 2)
         whole = GenerateRequest(
             "whole", np.array(ids, np.int32), sampling={"max_tokens": 1}, support=False, routes_start=0

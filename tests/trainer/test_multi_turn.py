@@ -1,5 +1,8 @@
 """Tools, environments and custom rollouts: every sampled token of every turn keeps its support."""
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 import trl.trainer.grpo_trainer as trl_grpo
@@ -215,6 +218,37 @@ def retokenize(output, trainer):
     return output
 
 
+def none(output):
+    output["logprobs"] = None
+    return output
+
+
+def none_for_one(output):
+    output["logprobs"][2] = None
+    return output
+
+
+def none_with_supports(output, trainer):
+    return none(supports_of(output, trainer))
+
+
+def none_for_a_sampled_token(output, trainer):
+    output = supports_of(output, trainer)
+    output["logprobs"][1][0] = None
+    return output
+
+
+def of_an_earlier_batch():
+    """Hands back the completions of its first call, as a rollout that keeps the best of them might."""
+    kept = []
+
+    def edit(output):
+        kept.append(output)
+        return kept[0]
+
+    return edit
+
+
 def short(output, trainer):
     output = supports_of(output, trainer)
     output["support_ids"][1].pop()
@@ -235,13 +269,50 @@ def on_observation(output, trainer):
         (retokenize, "was sampled as id .* and came back as .*re-tokenising"),
         (short, "completion 1 has .* tokens and .* rows under 'support_ids'"),
         (on_observation, "is an observation, but its row is not empty"),
+        (none, "^rollout_func returned 'logprobs': None. .* has to return them.*'support_ids'"),
+        (none_for_one, "^rollout_func returned 'logprobs': None for completion 2. "),
+        (none_with_supports, "^rollout_func returned 'logprobs': None. "),
+        (none_for_a_sampled_token, "^completion 1: token 0 was sampled, and its log-prob is None. .*rollout_func"),
+        (of_an_earlier_batch(), "came back without supports, .*log-probs that the trainer's own generation returned"),
     ],
-    ids=["forgotten", "retokenised", "a row short", "row on an observation"],
+    ids=[
+        "forgotten",
+        "retokenised",
+        "a row short",
+        "row on an observation",
+        "no log-probs",
+        "no log-probs for one",
+        "no log-probs beside supports",
+        "no log-prob of a sampled token",
+        "log-probs of an earlier batch",
+    ],
 )
 def test_rollouts_that_break_the_rules_are_refused(build, tiny_model_path, edit, message):
     trainer = build(tiny_model_path, **HF | {"max_completion_length": 8}, rollout_func=rollout(edit))
     with pytest.raises(SupportError, match=message):
         trainer.train()
+
+
+def copied(output):
+    output["logprobs"] = copy.deepcopy(output["logprobs"])
+    return output
+
+
+def sent_on(output):
+    return pickle.loads(pickle.dumps(output))
+
+
+def none_for_observations(output):
+    for values, mask in zip(output["logprobs"], output["env_mask"], strict=True):
+        values[:] = [x if sampled else None for x, sampled in zip(values, mask, strict=True)]
+    return output
+
+
+@pytest.mark.parametrize("edit", [copied, sent_on, none_for_observations])
+def test_logprobs_may_be_copied_and_lack_observations(build, tiny_model_path, edit):
+    trainer = build(tiny_model_path, **HF | {"max_completion_length": 8}, rollout_func=rollout(edit))
+    trainer.train()
+    assert_replayed(trainer, 2)
 
 
 def test_support_rows_are_accepted_as_they_are(build, tiny_model_path):

@@ -107,10 +107,94 @@ def test_lora_on_a_routed_model(build, moe_path):
     assert_replayed(trainer, 2)
 
 
-def corrupt(routes):
-    routes = routes.copy()
-    routes[:, :, 0], routes[:, :, 1] = (routes[:, :, 0] + 3) % 8, (routes[:, :, 0] + 5) % 8
-    return routes
+def cut_rollout(keep, observed=0, again=False, shared=False, keep_last=lambda b, ids: len(ids)):
+    """Two turns of which only a beginning is kept.
+
+    Args:
+        keep, keep_last: how many tokens of the first and the last turn completion `b` keeps.
+        observed: number of observation tokens between the turns.
+        again: sample the first turn twice, and keep the second try.
+        shared: all completions of a prompt start with the first one's first turn.
+    """
+
+    def run(prompts, trainer):
+        prompt_ids, _, _ = trainer._tokenize_prompts(prompts)
+
+        def sample(histories, keep):
+            ids, values = trainer._generate_single_turn(histories, None, {}, trainer.num_generations)
+            if shared and histories is prompt_ids:
+                ids, values = [ids[0]] * len(ids), [values[0]] * len(ids)
+            kept = [keep(b, row) for b, row in enumerate(ids)]
+            return [x[:n] for x, n in zip(ids, kept, strict=True)], [x[:n] for x, n in zip(values, kept, strict=True)]
+
+        if again:
+            sample(prompt_ids, keep)
+        first, first_values = sample(prompt_ids, keep)
+        between = [5] * observed
+        second, second_values = sample(
+            [p + a + between for p, a in zip(prompt_ids, first, strict=True)], lambda b, ids: max(keep_last(b, ids), 1)
+        )
+        turns = list(zip(first, second, strict=True))
+        return {
+            "prompt_ids": prompt_ids,
+            "completion_ids": [a + between + b for a, b in turns],
+            "logprobs": [a + [0.0] * observed + b for a, b in zip(first_values, second_values, strict=True)],
+            "env_mask": [[1] * len(a) + [0] * observed + [1] * len(b) for a, b in turns],
+        }
+
+    return run
+
+
+def before_stop(b, ids):
+    """Up to the first small letter, as a trim at a stop string leaves it."""
+    return next((i for i, token in enumerate(ids) if 69 <= token <= 94), len(ids))
+
+
+CUTS = {
+    "in the middle": cut_rollout(lambda b, ids: len(ids) // 2),
+    "observations behind the cut": cut_rollout(lambda b, ids: len(ids) // 2, observed=3),
+    "the last token": cut_rollout(lambda b, ids: len(ids) - 1),
+    "the whole turn": cut_rollout(lambda b, ids: 0),
+    "each completion elsewhere": cut_rollout(lambda b, ids: 2 * b, observed=1),
+    "at a stop string": cut_rollout(before_stop),
+    "a second try": cut_rollout(lambda b, ids: 4, again=True),
+    "one turn for all completions": cut_rollout(lambda b, ids: 2 + b, shared=True),
+    "the last turn too": cut_rollout(lambda b, ids: 4, keep_last=lambda b, ids: 1 + b),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_turn_that_is_cut_and_sampled_on_from(build, moe_path, cut):
+    trainer = build(moe_path, **HF | {"top_p": 0.9, "rollout_func": CUTS[cut], "replay_check": "off"})
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "support/logprob_gap_max" in log]
+    assert len(logs) == 2 and all(log["support/logprob_gap_max"] <= 2e-5 for log in logs)
+    # Only the last token of a completion has no routes, when the engine did not run it.
+    assert all(log["routes/uncaptured"] <= 4 for log in trainer.state.log_history if "routes/uncaptured" in log)
+
+
+def test_turns_of_another_history_are_refused(build, moe_path):
+    def from_the_middle(prompts, trainer):
+        output = cut_rollout(lambda b, ids: 4)(prompts, trainer)
+        return output | {name: [row[1:] for row in output[name]] for name in ("completion_ids", "logprobs", "env_mask")}
+
+    trainer = build(moe_path, **HF, top_p=0.9, rollout_func=from_the_middle)
+    with pytest.raises(RoutesError, match="completion 0: token 0 was sampled at position .* not off its beginning"):
+        trainer.train()
+
+
+def test_a_completion_of_which_nothing_sampled_is_left(build, moe_path):
+    def dropped(prompts, trainer):
+        output = cut_rollout(lambda b, ids: 4)(prompts, trainer)
+        for name, end in (("completion_ids", 2), ("logprobs", 0.0), ("env_mask", 1)):
+            output[name][1] = [end]
+        return output
+
+    trainer = build(moe_path, **HF, top_p=0.9, rollout_func=dropped)
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "support/logprob_gap_max" in log]
+    assert len(logs) == 2
+    assert all(log["support/logprob_gap_max"] <= 2e-5 and log["support/synthetic_eos"] == 1 for log in logs)
 
 
 def edit_samples(trainer, edit):

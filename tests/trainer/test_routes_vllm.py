@@ -19,15 +19,20 @@ from .conftest import character_tokenizer
 TRAIN = """
     import json, sys
     from tests.trainer.conftest import checksum_reward, sums
+    from tests.trainer.test_routes import CUTS
     from trl_support_replay import SupportReplayGRPOConfig, SupportReplayGRPOTrainer
 
+    settings = json.loads(sys.argv[3])
+    rollout_func = CUTS.get(settings.pop("cut", None))
     args = SupportReplayGRPOConfig(
         output_dir=sys.argv[2], use_cpu=True, bf16=False, report_to=[], disable_tqdm=True, max_steps=10,
         per_device_train_batch_size=4, num_generations=4, max_completion_length=12, learning_rate=1e-3, seed=3,
         logging_steps=1, save_strategy="no", use_vllm=True, vllm_max_model_length=256, routed_experts_replay=True,
-        **json.loads(sys.argv[3]),
+        **settings,
     )
-    trainer = SupportReplayGRPOTrainer(sys.argv[1], checksum_reward, args, train_dataset=sums())
+    trainer = SupportReplayGRPOTrainer(
+        sys.argv[1], checksum_reward, args, train_dataset=sums(), rollout_func=rollout_func
+    )
     trainer.train()
     print("@log " + json.dumps(trainer.state.log_history))
 """
@@ -48,6 +53,7 @@ def moe_path(tmp_path_factory):
     [
         pytest.param({"top_k": 20, "top_p": 0.9}, id="truncated"),
         pytest.param({}, id="untruncated", marks=pytest.mark.slow),
+        pytest.param({"top_k": 20, "cut": "observations behind the cut"}, id="turns that are cut"),
     ],
 )
 def test_ten_steps_with_routes_and_supports_replayed(moe_path, tmp_path, sampling):

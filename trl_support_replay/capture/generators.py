@@ -33,10 +33,16 @@ class CaptureRequest:
 
 
 class Generator(Protocol):
-    """Samples completions and records their supports."""
+    """Samples completions and records their supports.
+
+    Attributes:
+        name, version: of the engine.
+        repaired: how many supports so far are not as the engine gave them, or may lack members.
+    """
 
     name: str
     version: str
+    repaired: int
 
     def generate(self, prompts: Sequence[Sequence[int]], batch: int) -> list[Trace]:
         """`num_generations` traces for each prompt, in order; the same for the same `batch` number."""
@@ -47,6 +53,7 @@ class TransformersGenerator:
     """`generate` of transformers; any truncation, no bound on the support."""
 
     name = "transformers"
+    repaired = 0
 
     def __init__(self, model: str, request: CaptureRequest, dtype: str = "float32"):
         import torch
@@ -98,6 +105,7 @@ class VLLMGenerator:
     """vLLM in this process; needs a finite top_k."""
 
     name = "vllm"
+    repaired = 0
 
     def __init__(self, model: str, request: CaptureRequest, dtype: str = "float32", **engine: Any):
         import os
@@ -110,16 +118,19 @@ class VLLMGenerator:
         from vllm import LLM
 
         from .vllm_engine import choose_capture, vllm_version
-        from .vllm_outputs import TIE_SLACK
+        from .vllm_outputs import num_candidates
 
         self.version = str(vllm_version())
         self._request = request
         self._native = choose_capture("auto") == "native"
-        self._width = request.settings.top_k + TIE_SLACK
-        extra: dict[str, Any] = {"return_sampling_mask": True} if self._native else {"max_logprobs": self._width}
+        top_k, dtype = request.settings.top_k, engine.get("dtype", dtype)
+        wanted = {"max_logprobs": num_candidates(top_k, dtype)}
+        extra: dict[str, Any] = {"return_sampling_mask": True} if self._native else wanted
         settings: dict[str, Any] = {"model": model, "dtype": dtype, "logprobs_mode": "processed_logprobs"}
         self._llm = LLM(**(settings | extra | engine))
         check_engine(self._llm.llm_engine.vllm_config)
+        config = self._llm.llm_engine.model_config
+        self._width = num_candidates(top_k, config.dtype, config.get_vocab_size(), config.max_logprobs)
 
     def generate(self, prompts: Sequence[Sequence[int]], batch: int) -> list[Trace]:
         from vllm import SamplingParams
@@ -148,9 +159,10 @@ class VLLMGenerator:
             for completion in output.outputs:
                 where = f"vLLM request {output.request_id}"
                 if self._native:
-                    logprobs, supports, _ = read_sampling_mask(completion, where)
+                    logprobs, supports, repaired = read_sampling_mask(completion, where)
                 else:
-                    logprobs, supports, _ = read_flat_logprobs(completion, settings.top_k, where)
+                    logprobs, supports, repaired = read_flat_logprobs(completion, settings.top_k, where)
+                self.repaired += repaired
                 traces.append(_trace(output.prompt_token_ids or [], completion.token_ids, logprobs, supports))
         return traces
 

@@ -29,6 +29,7 @@ class ServerGenerator:
 
     def __init__(self, engine: str, urls: Sequence[str], request: CaptureRequest):
         self.name = engine
+        self.repaired = 0
         self._request = request
         self._pool = ServerPool(urls, api_key=os.environ.get("VLLM_API_KEY"), connect=_CONNECT[engine])
         for server in self._pool.servers:
@@ -59,6 +60,7 @@ class ServerGenerator:
         for one, samples in zip(asked, self._pool.generate(asked), strict=True):
             for sample in samples:
                 assert sample.support is not None
+                self.repaired += sample.repaired
                 mask = np.ones(len(sample.token_ids), bool)
                 traces.append(Trace(one.prompt_ids, sample.token_ids, mask, sample.logprobs, sample.support))
         return traces

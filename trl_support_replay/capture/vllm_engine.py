@@ -31,7 +31,7 @@ from ..traces.routes import RoutedExperts
 from ..traces.support import SupportRows
 from .recorder import SupportRecorder
 from .vllm_cpu import repack_on_cpu
-from .vllm_outputs import TIE_SLACK, read_flat_logprobs, read_sampled_logprobs, read_sampling_mask
+from .vllm_outputs import num_candidates, read_flat_logprobs, read_sampled_logprobs, read_sampling_mask
 from .vllm_routes import read_routed_experts
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ class SupportVLLMGeneration(EngineFixes):
         if self.capture == "native":
             kwargs["return_sampling_mask"] = True
         elif self.capture == "logprobs":
-            kwargs.setdefault("max_logprobs", self._settings.top_k + TIE_SLACK)
+            kwargs.setdefault("max_logprobs", num_candidates(self._settings.top_k, kwargs["dtype"]))
         return kwargs
 
     def _init_vllm(self) -> None:
@@ -228,9 +228,9 @@ class SupportVLLMGeneration(EngineFixes):
         """Sampling parameters that make the engine report supports."""
         if self.capture != "logprobs":
             return {"logprobs": 0}
-        limit = self.llm.llm_engine.model_config.max_logprobs
-        wanted = min(self._settings.top_k + TIE_SLACK, self.llm.llm_engine.model_config.get_vocab_size())
-        return {"logprobs": wanted if limit < 0 else min(wanted, limit), "flat_logprobs": True}
+        config = self.llm.llm_engine.model_config
+        wanted = num_candidates(self._settings.top_k, config.dtype, config.get_vocab_size(), config.max_logprobs)
+        return {"logprobs": wanted, "flat_logprobs": True}
 
     def _read(self, completion: Any, request: str, trailing: bool) -> tuple[np.ndarray, SupportRows, int]:
         if self.capture == "native":
@@ -285,7 +285,8 @@ class SupportVLLMGeneration(EngineFixes):
                     request = f"vLLM request {output.request_id}"
                     values, rows, repaired = self._read(completion, request, trailing=stops)
                     routes = self._read_routes(output, completion, request, trailing=stops)
-                    traced = recorder.add(completion.token_ids, values, rows, repaired, routes)
+                    prompt_ids = () if routes is None else output.prompt_token_ids
+                    traced = recorder.add(completion.token_ids, values, rows, repaired, routes, prompt_ids)
                     logprobs.append([[x] for x in traced])
                     token_ids.append([[token] for token in completion.token_ids])
             return logprobs, token_ids

@@ -205,7 +205,9 @@ class SupportVLLMServerGeneration(CheckpointWeights):
                         SupportRows.from_ragged(sample.token_ids[:, None]) if sample.support is None else sample.support
                     )
                     ids = sample.token_ids.tolist()
-                    logprobs.append(recorder.add(ids, sample.logprobs, rows, sample.repaired, routes))
+                    logprobs.append(
+                        recorder.add(ids, sample.logprobs, rows, sample.repaired, routes, request.prompt_ids)
+                    )
         return (
             prompts,
             completion_ids,

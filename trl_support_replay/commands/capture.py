@@ -113,6 +113,8 @@ def main(argv: Sequence[str]) -> int:
             folder.write(table, i)
             progress.advance(task)
     print(f"traces: {folder.path}")
+    if generator.repaired:
+        print(f"{generator.repaired} supports were repaired or may lack members; the warnings above say which.")
     return 0
 
 

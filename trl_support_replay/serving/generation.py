@@ -9,7 +9,7 @@ import numpy as np
 
 from ..built_engine import described, engine_refusals
 from ..capture.recorder import SupportCaptureError
-from ..capture.vllm_outputs import TIE_SLACK, read_flat_logprobs, read_sampled_logprobs, read_sampling_mask
+from ..capture.vllm_outputs import num_candidates, read_flat_logprobs, read_sampled_logprobs, read_sampling_mask
 from ..contract import SamplingSettings, UnreplayableSettingError, check_contract
 from ..sampling_table.vllm import REQUEST
 from .errors import Refusal
@@ -249,9 +249,9 @@ class Generator:
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
         kwargs["logprobs"] = 0
         if request.support and not self._native:
-            limit = self._config.max_logprobs
-            wanted = min(settings.top_k + TIE_SLACK, self._vocab_size)
-            kwargs |= {"logprobs": wanted if limit < 0 else min(wanted, limit), "flat_logprobs": True}
+            config = self._config
+            wanted = num_candidates(settings.top_k, config.dtype, self._vocab_size, config.max_logprobs)
+            kwargs |= {"logprobs": wanted, "flat_logprobs": True}
         if request.routes_start:
             kwargs["routed_experts_prompt_start"] = request.routes_start
         # Stop strings are the only reason to turn tokens into text.

@@ -96,7 +96,7 @@ class Sample:
             engine has lost some.
         routes_start: the first token, prompt included, that `routes` is about.
         finish_reason: `"stop"` or `"length"`.
-        repaired: number of supports that the sampled token had to be put into.
+        repaired: number of supports that the sampled token had to be put into, or that lack or may lack members.
         weights_version: the weights that produced it; `None` for those that the engine was started with.
     """
 

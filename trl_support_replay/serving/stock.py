@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ import orjson
 
 from ..built_engine import config_refusals, described
 from ..capture.recorder import SupportCaptureError
-from ..capture.vllm_outputs import TIE_SLACK, read_flat_logprobs
+from ..capture.vllm_outputs import TIE_SLACK, num_candidates, read_flat_logprobs
 from ..contract import normalize_top_k
 from ..traces.support import SupportError, SupportRows
 from . import protocol
@@ -67,7 +68,7 @@ class StockServer:
         }
         self._transport = transport
         self._model = model
-        self._slack = TIE_SLACK
+        self._max_candidates = sys.maxsize  # as far as it is known
 
     async def set_weights(self, version: str, reload: bool) -> None:
         if reload:
@@ -104,16 +105,16 @@ class StockServer:
         if not request.support:
             return await self._call(_COMPLETIONS, {**body, "logprobs": 0}, request, _read_logprobs_choice)
         top_k = normalize_top_k(sampling.get("top_k"))
+        asked = max(top_k, num_candidates(top_k, self.info["dtype"], self._max_candidates))
         try:
-            return await self._call(
-                _COMPLETIONS, {**body, "logprobs": top_k + self._slack}, request, _read_logprobs_choice
-            )
+            return await self._call(_COMPLETIONS, {**body, "logprobs": asked}, request, _read_logprobs_choice)
         except ServerRefusalError as refusal:
-            if "logprobs" not in str(refusal):
+            if "logprobs" not in str(refusal) or asked == top_k:
                 raise
-        # By default vLLM reports 20 candidates, which may be top_k to the dot; then ties go unseen.
-        self._slack = 0
-        return await self._call(_COMPLETIONS, {**body, "logprobs": top_k}, request, _read_logprobs_choice)
+        # The server reports no more than its --max-logprobs, and does not say how many that is: 20 by default, which
+        # may be top_k exactly. Then ties show only in the probability that the candidates lack.
+        self._max_candidates = top_k + TIE_SLACK if asked > top_k + TIE_SLACK else top_k
+        return await self.generate(request)
 
     async def _call(self, path: str, body: Mapping[str, Any], request: GenerateRequest, read: Any) -> list[Sample]:
         def parse(answer: bytes) -> list[Sample]:
