@@ -28,7 +28,7 @@ from .environment import check_supported
 from .hub.publishing import PublishesTraces
 from .preflight import check_dataset, check_traces, own_generation_config
 from .rebind import rebound
-from .replay_check import GapStatistics, ReplayGapError, Tolerance, explain
+from .replay_check import GapStatistics, ReplayCheck, ReplayGapError, explain
 from .replay_head import ReplayCaller, add_replay_head, recorded_mask
 from .replay_metrics import route_metrics, support_metrics
 from .route_sessions import RouteSessions
@@ -137,7 +137,7 @@ class ReplayTrainer(PublishesTraces, _TRLTrainer):
         if args.use_vllm:
             engine_dtype = self.vllm_generation.engine_dtype if args.vllm_mode == "server" else args.vllm_dtype
             half_precision |= engine_dtype not in ("auto", "float32")
-        self._tolerance = Tolerance.choose(full_precision=not half_precision, value=args.replay_tolerance)
+        self._replay_check = ReplayCheck(not half_precision, args.replay_tolerance, self.accelerator.gather)
         self._entropy_scope = args.entropy_scope if self.replays_support else "full"
         if self.replays_support and args.entropy_scope == "auto":
             self._entropy_scope = "full" if self._entropy_in_loss() else "support"
@@ -376,41 +376,44 @@ class ReplayTrainer(PublishesTraces, _TRLTrainer):
         """Compare with the recorded log-probs while engine and policy hold the same weights."""
         recorded = self._recorded_logprobs(batch)
         mask = recorded_mask(batch[SAMPLES], replayed.shape).to(replayed.device)
-        statistics = GapStatistics.gather(replayed, recorded, mask, self.accelerator.gather)
-        if statistics.num_tokens == 0:
+        stale = self._stale_weights()
+        found = self._replay_check.look(replayed, recorded, mask, batch[SAMPLES], stale)
+        if found.statistics.num_tokens == 0:
             return
-        self._log(statistics.metrics())
+        self._log(found.metrics())
         every = self.args.routes_gap_steps
         if self.replays_routes and every and self.state.global_step % every == 0:
             self._log_live_route_gap(batch, recorded, mask)
-        if self.args.replay_check == "off" or self._sampled_elsewhere or not statistics.exceeds(self._tolerance):
+        if self.args.replay_check == "off" or self._sampled_elsewhere or found.fault is None:
             return
         cause = explain(
             replayed,
             recorded,
             mask,
+            batch[SAMPLES],
             self.temperature,
             lambda temperature: self._rescore(batch, temperature),
-            self._stale_weights(),
+            (lambda: self._rescore_live(batch)) if self.replays_routes else None,
+            stale,
+            self._replay_check.tolerance.mean,
             self.accelerator.gather,
         )
-        message = (
-            f"Replayed and recorded log-probs differ by {statistics.max:.3g} at most and {statistics.mean:.3g} on "
-            f"average over {statistics.num_tokens} tokens at step {self.state.global_step}; {self._tolerance} is "
-            f"accepted (replay_tolerance). {cause}"
-        )
+        message = f"At step {self.state.global_step}: {found.fault} {cause}"
         if self.args.replay_check == "raise":
             raise ReplayGapError(message)
         logger.warning(message)
 
     def _log_live_route_gap(self, batch: dict[str, Any], recorded: torch.Tensor, mask: torch.Tensor) -> None:
-        self._live_routes = True
-        try:
-            live = self._rescore(batch, self.temperature)
-        finally:
-            self._live_routes = False
+        live = self._rescore_live(batch)
         statistics = GapStatistics.gather(live, recorded, mask, self.accelerator.gather)
         self._log({"routes/logprob_gap_live_mean": statistics.mean, "routes/logprob_gap_live_max": statistics.max})
+
+    def _rescore_live(self, batch: dict[str, Any]) -> torch.Tensor:
+        self._live_routes = True
+        try:
+            return self._rescore(batch, self.temperature)
+        finally:
+            self._live_routes = False
 
     def _rescore(self, batch: dict[str, Any], temperature: float) -> torch.Tensor:
         self._rescoring_temperature, saved = temperature, self._scored_samples
