@@ -97,17 +97,17 @@ def plot(cases: list[dict[str, Any]], path: Path) -> None:
     plt.close(figure)
 
 
-def with_table(text: str, rows: str) -> str:
+def with_table(text: str, rows: str, start_mark: str = START) -> str:
     """A page with the table between its marks.
 
     Raises:
         ValueError: a page without them.
     """
-    before, start, rest = text.partition(START)
+    before, start, rest = text.partition(start_mark)
     _, end, after = rest.partition(END)
     if not (start and end):
-        raise ValueError(f"The page lacks the marks {START!r} and {END!r}.")
-    return f"{before}{START}\n\n{rows}\n\n{END}{after}"
+        raise ValueError(f"The page lacks the marks {start_mark!r} and {END!r}.")
+    return f"{before}{start_mark}\n\n{rows}\n\n{END}{after}"
 
 
 def main() -> None:

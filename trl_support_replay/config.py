@@ -60,8 +60,9 @@ class ReplayConfig(_TRLConfig):
         default="raise",
         metadata={
             "help": "What to do when replayed log-probs differ from the recorded ones by more than `replay_tolerance` "
-            "right after generation, while engine and policy hold the same weights. 'raise' stops and names the likely "
-            "cause (stale weights, shifted rows, another temperature), 'warn' logs it, 'off' does not look.",
+            "right after generation, while engine and policy hold the same weights. 'raise' stops and says what was "
+            "tried to explain the gap (stale weights, shifted rows, another temperature, ...), 'warn' logs it, 'off' "
+            "does not look.",
             "choices": list(_CHOICES["replay_check"]),
         },
     )
@@ -70,9 +71,11 @@ class ReplayConfig(_TRLConfig):
         metadata={
             "help": "Accepted gap between replayed and recorded log-probs, in nats. When policy and engine both "
             "compute in float32 it is that of the largest gap over tokens, 1e-3 by default, and the mean gap may be a "
-            "twentieth of it. In half precision the largest gap is dominated by rounding, so there only the mean gap "
-            "is compared, with 0.12 by default: three times the 0.04 measured between a bfloat16 engine and a float32 "
-            "model without any truncation."
+            "twentieth of it. In half precision it is that of the mean gap, over a batch and over each long "
+            "completion, 0.12 by default: three times the 0.04 measured between a bfloat16 engine and a float32 model "
+            "without any truncation. Faults that are smaller than rounding are found there by what has a direction, "
+            "gathered over batches: mass that is lost, another temperature, a gap that grows. Another value scales the "
+            "margins of those in proportion to 0.12."
         },
     )
     entropy_scope: str = field(

@@ -13,7 +13,7 @@ import torch
 from trl import GRPOTrainer
 
 from .passes import ScoringPass
-from .replay_check import GapStatistics, ReplayGapError, Tolerance, explain
+from .replay_check import GapStatistics, ReplayCheck, ReplayGapError, explain
 from .replay_head import recorded_mask
 from .replay_metrics import Metrics, StepMetrics, mean, over_processes, route_metrics
 from .tensor_parallel import SampleGroups
@@ -37,7 +37,7 @@ _MODEL_INPUTS = _SCORING[_SCORING.index("compute_aux_loss") + 1 :]
 class GapChecks(_TRLTrainer):
     """Mixed into a replaying trainer: what it does with the scores of its own batches."""
 
-    _tolerance: Tolerance
+    _replay_check: ReplayCheck
     _step_metrics: StepMetrics
     _groups: SampleGroups
 
@@ -49,29 +49,29 @@ class GapChecks(_TRLTrainer):
         """Compare with the recorded log-probs while engine and policy hold the same weights."""
         recorded = self._recorded_logprobs(batch)
         mask = recorded_mask(batch[SAMPLES], replayed.shape).to(replayed.device)
-        statistics = GapStatistics.gather(replayed, recorded, mask, self._groups.gather)
-        if statistics.num_tokens == 0:
+        stale = self._stale_weights()
+        found = self._replay_check.look(replayed, recorded, mask, batch[SAMPLES], stale)
+        if found.statistics.num_tokens == 0:
             return
-        self._step_metrics.add(statistics.metrics())
+        self._step_metrics.add(found.metrics())
         every = self.args.routes_gap_steps
         if self.replays_routes and every and self.state.global_step % every == 0:
             self._log_live_route_gap(batch, recorded, mask)
-        if self.args.replay_check == "off" or self._sampled_elsewhere or not statistics.exceeds(self._tolerance):
+        if self.args.replay_check == "off" or self._sampled_elsewhere or found.fault is None:
             return
         cause = explain(
             replayed,
             recorded,
             mask,
+            batch[SAMPLES],
             self.temperature,
             lambda temperature: self._rescore(batch, temperature),
-            self._stale_weights(),
+            (lambda: self._rescore(batch, live_routes=True)) if self.replays_routes else None,
+            stale,
+            self._replay_check.tolerance.mean,
             self._groups.gather,
         )
-        message = (
-            f"Replayed and recorded log-probs differ by {statistics.max:.3g} at most and {statistics.mean:.3g} on "
-            f"average over {statistics.num_tokens} tokens at step {self.state.global_step}; {self._tolerance} is "
-            f"accepted (replay_tolerance). {cause}"
-        )
+        message = f"At step {self.state.global_step}: {found.fault} {cause}"
         if self.args.replay_check == "raise":
             raise ReplayGapError(message)
         logger.warning(message)

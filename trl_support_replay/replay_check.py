@@ -1,29 +1,43 @@
 """Compares replayed with recorded log-probs, and names what a gap comes from.
 
 Right after generation, engine and policy hold the same weights, so the score of each sampled token over its recorded
-support must equal the log-prob that the engine reported. A gap means that something is not what it seems.
+support must equal the log-prob that the engine reported. A gap means that something is not what it seems. In float32
+its size tells; in half precision rounding hides small faults, and `gap_evidence` looks at what has a direction.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from .gap_causes import (
+    Attempt,
+    nothing_explains,
+    try_again,
+    try_live_routes,
+    try_places,
+    try_shift,
+    try_temperature,
+)
+from .gap_evidence import MARGINS, GapEvidence
+from .recorded_gaps import RecordedGaps, flat
 from .replay_metrics import Metric, mean
+from .traces.columns import Trace
 
 Gather = Callable[[torch.Tensor], torch.Tensor]
 
-# A cause is believed when undoing it leaves less than this part of the gap.
-EXPLAINS = 0.1
 # Measured between a bfloat16 engine and a float32 model without truncation, in nats: mean over tokens.
 UNTRUNCATED_HALF_PRECISION_GAP = 0.04
 # Between float32 engine and model, in nats. Rounding at a rare token passed 1e-4 in a healthy run whose mean was 4e-6:
 # the largest gap has to be generous, and the mean tells small faults that touch every token.
 LARGEST_ROUNDING = 1e-3
 MEAN_OF_LARGEST = 1 / 20
+# Exact tokens that each sequence is given beside its own before its mean gap is compared, so that a single rounded
+# token of a short sequence does not count as a wrong sequence.
+EXACT_TOKENS = 25
 
 
 class ReplayGapError(RuntimeError):
@@ -32,21 +46,24 @@ class ReplayGapError(RuntimeError):
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Accepted mean and largest gap over a batch's tokens, in nats."""
+    """Accepted gaps, in nats: mean and largest over a batch's tokens, and `GapStatistics.worst_sequence`."""
 
     mean: float
     max: float
+    worst_sequence: float
 
     @classmethod
     def choose(cls, full_precision: bool, value: float | None) -> Tolerance:
-        """In float32 of the largest gap, and a twentieth of it for the mean; in half precision of the mean alone."""
+        """In float32 of the largest gap, a twentieth of it for the mean; in half precision of mean and sequences."""
         if full_precision:
             largest = LARGEST_ROUNDING if value is None else value
-            return cls(mean=largest * MEAN_OF_LARGEST, max=largest)
-        return cls(mean=3 * UNTRUNCATED_HALF_PRECISION_GAP if value is None else value, max=math.inf)
+            return cls(mean=largest * MEAN_OF_LARGEST, max=largest, worst_sequence=math.inf)
+        mean = 3 * UNTRUNCATED_HALF_PRECISION_GAP if value is None else value
+        return cls(mean=mean, max=math.inf, worst_sequence=mean)
 
     def __str__(self) -> str:
-        return f"{self.mean:g} on average" + ("" if math.isinf(self.max) else f" and {self.max:g} at most")
+        most = f" and {self.max:g} at most" if math.isinf(self.worst_sequence) else ", also over each long completion,"
+        return f"{self.mean:g} on average{most}"
 
 
 @dataclass(frozen=True)
@@ -55,6 +72,7 @@ class GapStatistics:
 
     Attributes:
         mean, max: absolute difference of replayed and recorded log-prob over recorded tokens, in nats.
+        worst_sequence: the largest mean over a sequence to which `EXACT_TOKENS` tokens without a gap are added.
         num_tokens, num_sequences: number of those tokens, and of the sequences that have any.
         ratio_mean, ratio_min, ratio_max: exp of the summed difference of each sequence, before any clipping.
         outside_10pct: fraction of sequences whose ratio is outside 0.9 to 1.1.
@@ -62,6 +80,7 @@ class GapStatistics:
 
     mean: float
     max: float
+    worst_sequence: float
     num_tokens: int
     num_sequences: int
     ratio_mean: float
@@ -83,7 +102,12 @@ class GapStatistics:
         }
 
     def exceeds(self, tolerance: Tolerance) -> bool:
-        return not (self.mean <= tolerance.mean and self.max <= tolerance.max)  # also true for NaN
+        accepted = (
+            self.mean <= tolerance.mean
+            and self.max <= tolerance.max
+            and self.worst_sequence <= tolerance.worst_sequence
+        )
+        return not accepted  # also true for NaN
 
     @classmethod
     def gather(
@@ -98,12 +122,13 @@ class GapStatistics:
         Args:
             replayed, recorded: `[B, T]` log-probs.
             mask: `[B, T]` bool, the tokens with a recorded support.
-            gather: concatenates a `[1, 8]` tensor over processes along dim 0.
+            gather: concatenates a `[1, 9]` tensor over processes along dim 0.
         """
         difference = torch.where(mask, replayed.double() - recorded.double(), 0.0)
         gap = difference.abs()
         has_tokens = mask.any(dim=1)
         ratios = difference.sum(dim=1)[has_tokens].exp()
+        by_sequence = gap.sum(dim=1) / (mask.sum(dim=1) + EXACT_TOKENS)
         count = torch.tensor(float(ratios.numel()), device=gap.device, dtype=torch.float64)
         any_ratio = ratios.numel() > 0
         local = torch.stack(
@@ -116,6 +141,7 @@ class GapStatistics:
                 ratios.max() if any_ratio else torch.full_like(count, -math.inf),
                 ((ratios < 0.9) | (ratios > 1.1)).sum().double(),
                 count,
+                by_sequence.max() if by_sequence.numel() else gap.sum(),
             ]
         )
         stats = gather(local[None].float() if local.device.type == "mps" else local[None]).double().cpu()
@@ -123,6 +149,7 @@ class GapStatistics:
         return cls(
             mean=stats[:, 0].sum().item() / max(tokens, 1.0),
             max=stats[:, 1].max().item(),
+            worst_sequence=stats[:, 8].max().item(),
             num_tokens=int(tokens),
             num_sequences=int(sequences),
             ratio_mean=stats[:, 3].sum().item() / max(sequences, 1.0),
@@ -132,74 +159,123 @@ class GapStatistics:
         )
 
 
+@dataclass(frozen=True)
+class Found:
+    """What the check says of one batch.
+
+    Attributes:
+        statistics: of its gaps.
+        fault: a sentence when something is wrong, with the numbers; else `None`.
+        signs: the evidence over batches, to log; empty in float32.
+    """
+
+    statistics: GapStatistics
+    fault: str | None
+    signs: dict[str, float]
+
+    def metrics(self) -> dict[str, Metric]:
+        """What is logged, over all processes."""
+        return self.statistics.metrics() | {name: mean(value, 1) for name, value in self.signs.items()}
+
+
+class ReplayCheck:
+    """The check of one run: bounds on each batch's gaps and, in half precision, the evidence over its batches.
+
+    Args:
+        full_precision: whether policy and engine both compute in float32.
+        value: `replay_tolerance`. In half precision it scales the margins of the evidence too.
+        gather: concatenates a `[1, n]` tensor over processes along dim 0. All processes then decide alike.
+    """
+
+    def __init__(self, full_precision: bool, value: float | None, gather: Gather):
+        self.tolerance = Tolerance.choose(full_precision, value)
+        self._gather = gather
+        scale = self.tolerance.mean / Tolerance.choose(False, None).mean
+        self._evidence = None if full_precision else GapEvidence(scale)
+
+    def look(
+        self,
+        replayed: torch.Tensor,
+        recorded: torch.Tensor,
+        mask: torch.Tensor,
+        samples: Sequence[Trace],
+        stale: str | None = None,
+    ) -> Found:
+        """Look at one batch.
+
+        Args:
+            replayed, recorded: `[B, T]` log-probs.
+            mask: `[B, T]` bool, the tokens with a recorded support.
+            samples: the `B` completions.
+            stale: a sentence when engine and policy are known to hold different weights. In half precision that is a
+                fault by itself, since a step can move the weights by less than rounding does.
+        """
+        statistics = GapStatistics.gather(replayed, recorded, mask, self._gather)
+        faults: list[str] = []
+        signs: dict[str, float] = {}
+        if statistics.exceeds(self.tolerance):
+            faults.append(
+                f"Replayed and recorded log-probs differ by {statistics.max:.3g} at most and {statistics.mean:.3g} on "
+                f"average over {statistics.num_tokens} tokens; {self.tolerance} is accepted (replay_tolerance)."
+            )
+        if self._evidence is not None:
+            found = self._evidence.add(RecordedGaps.of_batch(samples, replayed, recorded, mask, self._gather))
+            faults += [str(sign) for sign in self._evidence.faults(found)]
+            signs = {f"support/check_{sign.test}": sign.value for sign in found[-len(MARGINS) :]}
+            if stale:
+                faults.append("Engine and policy hold different weights.")
+        return Found(statistics, faults[0] if faults else None, signs)
+
+
 def explain(
     replayed: torch.Tensor,
     recorded: torch.Tensor,
     mask: torch.Tensor,
+    samples: Sequence[Trace],
     temperature: float,
     rescore: Callable[[float], torch.Tensor],
-    weights: str | None,
+    rescore_live: Callable[[], torch.Tensor] | None,
+    stale: str | None,
+    rounding: float,
     gather: Gather,
 ) -> str:
-    """The likely cause of a gap, in one sentence with its evidence.
+    """What a gap comes from, with its evidence; or what was tried in vain, and what was not tried.
 
     Every process takes the same decisions, so that those that shard the model run the same forwards.
 
     Args:
         replayed, recorded: `[B, T]` log-probs.
         mask: `[B, T]` bool, the tokens with a recorded support.
+        samples: the `B` completions.
         temperature: the trainer's temperature.
-        rescore: gives `[B, T]` replayed log-probs at another temperature.
-        weights: a sentence when engine and policy are known to hold different weights.
-        gather: concatenates a `[1, 2]` tensor over processes along dim 0.
+        rescore: gives `[B, T]` replayed log-probs at a temperature, in the mode that `replayed` was scored in.
+        rescore_live: gives them through the live routers; `None` where no routes are replayed.
+        stale: a sentence when engine and policy are known to hold different weights.
+        rounding: mean difference in nats between two scores of the same batch that is no noise.
+        gather: concatenates a `[1, n]` tensor over processes along dim 0.
     """
-    if weights:
-        return f"The engine is stale: {weights}."
-    gap, _ = _mean_gap(replayed, recorded, mask, gather)
-    for shift in (1, -1):
-        moved = torch.roll(recorded, -shift, dims=1)
-        both = mask & torch.roll(mask, -shift, dims=1)
-        both[:, -1 if shift > 0 else 0] = False
-        shifted_gap, num_tokens = _mean_gap(replayed, moved, both, gather)
-        if num_tokens > 4 and shifted_gap < EXPLAINS * gap:
-            return (
-                f"The recorded log-probs are shifted by one: the gap vanishes when token t is compared with the record "
-                f"of token t{shift:+d}."
-            )
-    best, best_gap = fit_temperature(
-        lambda t: _mean_gap(rescore(t), recorded, mask, gather)[0], temperature / 4, temperature * 4
-    )
-    if best_gap < EXPLAINS * gap:
-        return (
-            f"The engine sampled at another temperature: at temperature={best:.3g} the mean gap falls from {gap:.2g} "
-            f"to {best_gap:.2g}, and the trainer scores at temperature={temperature:g}."
-        )
-    return (
-        "Neither a shift by one nor another temperature explains it, so the engine most likely computes with other "
-        "weights than the policy (a weight sync without effect, another checkpoint or data type), or the logits pass "
-        "through something that the trainer does not repeat."
-    )
+    if stale:
+        return f"The engine is stale: {stale}."
+    gaps = RecordedGaps.of_batch(samples, replayed, recorded, mask, gather)
 
+    def attempts() -> Iterator[Attempt]:
+        yield try_shift(gaps)
+        yield try_again(gaps, flat(rescore(temperature), mask), rounding)
+        if rescore_live is not None:
+            yield try_live_routes(gaps, flat(rescore_live(), mask))
+        yield try_temperature(gaps, lambda t: flat(rescore(t), mask), temperature, "the trainer scores at")
+        yield from try_places(gaps)
 
-def _mean_gap(replayed: torch.Tensor, recorded: torch.Tensor, mask: torch.Tensor, gather: Gather) -> tuple[float, int]:
-    gaps = (replayed - recorded)[mask].abs()
-    total, count = gather(torch.stack([gaps.sum(), mask.sum().to(gaps.dtype)])[None]).sum(dim=0).tolist()
-    return total / max(count, 1.0), int(count)
-
-
-def fit_temperature(gap: Callable[[float], float], low: float, high: float) -> tuple[float, float]:
-    """Golden-section search in log-temperature for the least gap; returns the temperature and its gap."""
-    golden = (math.sqrt(5) - 1) / 2
-    a, b = math.log(low), math.log(high)
-    left, right = b - golden * (b - a), a + golden * (b - a)
-    gap_left, gap_right = gap(math.exp(left)), gap(math.exp(right))
-    for _ in range(14):
-        if gap_left < gap_right:
-            b, right, gap_right = right, left, gap_left
-            left = b - golden * (b - a)
-            gap_left = gap(math.exp(left))
-        else:
-            a, left, gap_left = left, right, gap_right
-            right = a + golden * (b - a)
-            gap_right = gap(math.exp(right))
-    return (math.exp(left), gap_left) if gap_left < gap_right else (math.exp(right), gap_right)
+    not_tried = [
+        "other weights than the policy's in the engine (a weight sync without effect, another checkpoint or data type)",
+        "another input (images, a prompt that is tokenized or cut in another way)",
+        "logits that pass through something that the trainer does not repeat",
+    ]
+    if rescore_live is None:
+        not_tried.append("other experts of a mixture of experts (routed_experts_replay is off)")
+    in_vain = []
+    for attempt in attempts():
+        if attempt.sentence:
+            return attempt.sentence
+        in_vain.append(attempt)
+    return nothing_explains(in_vain, gaps.mean(gaps.replayed - gaps.recorded)[0], not_tried)

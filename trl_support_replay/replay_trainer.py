@@ -27,7 +27,7 @@ from .preflight import check_dataset, check_traces, own_generation_config
 from .processes import agreeing
 from .rebind import rebound
 from .recorded_generation import RecordedGeneration
-from .replay_check import Tolerance
+from .replay_check import ReplayCheck
 from .replay_head import ReplayCaller, add_replay_head
 from .replay_metrics import StepMetrics
 from .replayed_models import ReplayedModels
@@ -132,7 +132,7 @@ class ReplayTrainer(RecordedGeneration, GapChecks, PublishesTraces, _TRLTrainer)
         if args.use_vllm:
             engine_dtype = self.vllm_generation.engine_dtype if args.vllm_mode == "server" else args.vllm_dtype
             half_precision |= engine_dtype not in ("auto", "float32")
-        self._tolerance = Tolerance.choose(full_precision=not half_precision, value=args.replay_tolerance)
+        self._replay_check = ReplayCheck(not half_precision, args.replay_tolerance, self._groups.gather)
         self._entropy_scope = args.entropy_scope if self.replays_support else "full"
         if self.replays_support and args.entropy_scope == "auto":
             self._entropy_scope = "full" if self._entropy_in_loss() else "support"

@@ -58,9 +58,20 @@ def test_stale_weights_with_the_weights_that_sampled(dense, moved):
     assert np.abs(audit.parts["numerics"]).max() < 1e-4 < mean(audit, "staleness")
 
 
-def test_stale_weights_alone_are_other_weights(dense, moved):
+def test_stale_weights_alone_are_unexplained_and_named_as_not_tried(dense, moved):
     audit = audit_traces(sample(dense), moved)
-    assert faults(audit) == ["other_weights"] and "not what sampled" in audit.verdict
+    assert faults(audit) == ["unexplained"] and audit.verdict.startswith("Nothing that was tried explains")
+    tried, not_tried = audit.verdict.split("Not tried: ")
+    assert not_tried.startswith("other weights")
+    for undone in (
+        "records shifted by",
+        "temperature=",
+        "the model in bfloat16",
+        "the model in float16",
+        "without some",
+    ):
+        assert undone in tried
+    assert "live routers" not in tried
 
 
 def test_stale_weights_of_some_steps_are_told_by_the_steps_that_fit(dense, moved):
@@ -72,7 +83,7 @@ def test_stale_weights_of_some_steps_are_told_by_the_steps_that_fit(dense, moved
 
 def test_a_sampler_that_did_not_sample_is_told(dense, moved):
     audit = audit_traces(sample(dense), dense, moved)
-    assert "other_weights" in faults(audit) and "given sampler is not what sampled" in str(audit.findings)
+    assert "unexplained" in faults(audit) and "given sampler is not what sampled" in str(audit.findings)
 
 
 def test_an_engine_in_half_precision(dense):
@@ -120,6 +131,26 @@ def cut(trace, length):
         routes=trace.routes[: len(trace.prompt_ids) + length],
         **{name: getattr(trace, name)[:length] for name in parts},
     )
+
+
+def test_an_observation_that_the_engine_saw_otherwise_leaves_its_gap_in_the_later_turns(dense):
+    def seen_otherwise(trace):
+        """Tokens 16 to 18 are no part of the loss, and are others than those that the engine went on from."""
+        ids, loss_mask = trace.completion_ids.copy(), trace.loss_mask.copy()
+        ids[16:19], loss_mask[16:19] = (ids[16:19] + 7) % 90 + 3, False
+        keep = np.where(loss_mask, np.arange(len(ids)), -1)
+        recorded = np.where(loss_mask, trace.sampling_logprobs, np.nan).astype(np.float32)
+        return replace(
+            trace,
+            completion_ids=ids,
+            loss_mask=loss_mask,
+            supports=trace.supports.take(keep),
+            sampling_logprobs=recorded,
+        )
+
+    audit = audit_traces(edited(sample(dense), seen_otherwise), dense)
+    assert faults(audit) == ["place"] and "The gap is in the turns after the first one" in audit.verdict
+    assert audit.findings[0].left < 1e-5
 
 
 def test_right_routes_leave_nothing(moe):

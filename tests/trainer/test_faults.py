@@ -1,5 +1,7 @@
 """Each deliberate fault stops the run where it happens, with an error that names the cause."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -132,6 +134,27 @@ def test_a_gap_can_be_a_warning(build, tiny_model_path, monkeypatch, caplog):
     shift_logprobs(monkeypatch)
     trainer.train()
     assert "shifted by one" in caplog.text and steps_done(trainer) == 2
+
+
+def test_lost_supports_stop_a_run_in_half_precision_and_rounding_does_not(build, tiny_model_path, monkeypatch):
+    settings = HF | {"bf16": True, "per_device_train_batch_size": 32, "max_completion_length": 24}
+    trainer = build(tiny_model_path, **settings)
+    trainer.train()
+    assert steps_done(trainer) == 2
+    log = trainer.state.log_history[0]
+    assert log["support/logprob_gap_mean"] > 1e-3 and abs(log["support/check_mass"]) < 0.005
+
+    def lost(*args, **kwargs):
+        collected = collect_samples(*args, **kwargs)
+        collected.samples = [
+            replace(s, supports=SupportRows.from_ragged([range(99)] * len(s.supports))) for s in collected.samples
+        ]
+        return collected
+
+    monkeypatch.setattr(trainer_module, "collect_samples", lost)
+    trainer = build(tiny_model_path, **settings, replay_tolerance=0.3)  # no matter of the mean gap
+    with pytest.raises(ReplayGapError, match="At step 0: The policy's scores hold 0.* over more ids than the engine"):
+        trainer.train()
 
 
 def test_several_unsupported_tokens_are_refused(build, tiny_model_path, monkeypatch):

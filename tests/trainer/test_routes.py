@@ -7,6 +7,8 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+import trl_support_replay.trainer as trainer_module
+from trl_support_replay.collect import collect_samples
 from trl_support_replay.replay_check import ReplayGapError
 from trl_support_replay.routing import UnreplayableRouterError
 from trl_support_replay.traces.routes import RoutedExperts, RoutesError
@@ -254,6 +256,19 @@ def test_the_live_gap_is_logged_when_asked_for(build, moe_path, monkeypatch):
     assert log["routes/agreement"] < 0.9
     assert log["routes/logprob_gap_live_max"] > 1e-2
     assert log["support/logprob_gap_mean"] < 0.5 * log["routes/logprob_gap_live_mean"]
+
+
+def test_routes_of_the_next_token_are_told_by_the_live_routers(build, moe_path, monkeypatch):
+    def shifted(*args, **kwargs):
+        collected = collect_samples(*args, **kwargs)
+        collected.samples = [
+            replace(s, routes=s.routes.take(np.roll(np.arange(len(s.routes)), 1))) for s in collected.samples
+        ]
+        return collected
+
+    monkeypatch.setattr(trainer_module, "collect_samples", shifted)
+    with pytest.raises(ReplayGapError, match="recorded routes are not those of these tokens: through the live routers"):
+        build(moe_path, **HF, top_p=0.9).train()
 
 
 def test_dense_models_are_refused(build, tiny_model_path):

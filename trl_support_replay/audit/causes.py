@@ -1,21 +1,30 @@
 """Names what a gap comes from: for each possible cause, undo it and see how much of the gap is left.
 
 Truncation, routes and stale weights are parts of the gap (`gaps`). What is left can be no part of a healthy run, so it
-is tried against faults that are known to happen: records shifted by one, another temperature, routes of other tokens,
-an engine in half precision, other weights.
+is tried against faults that are known to happen. Those that a running trainer tries too are in `gap_causes`; an engine
+in half precision and the steps of training are tried here, where the model is whole and the traces are of many steps.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..replay_check import EXPLAINS, fit_temperature
+from ..gap_causes import (
+    EXPLAINS,
+    Attempt,
+    nothing_explains,
+    try_live_routes,
+    try_places,
+    try_shift,
+    try_temperature,
+)
+from ..recorded_gaps import RecordedGaps
 from .gaps import Scored
 from .temperature import logprobs_at_temperature
 from .token_scores import RecordedTokens, TokenScorer
@@ -23,12 +32,10 @@ from .token_scores import RecordedTokens, TokenScorer
 # Half precision need not round as the engine's does. It is believed when it makes a gap of like size (up to this
 # factor) that moves with the one seen.
 LIKE_SIZE, MOVES_WITH = 3.0, 0.3
-# Tokens below which a shift that fits can be chance.
-FEWEST_SHIFTED = 5
 
 # What replay removes, and what it does not.
 EXPECTED = ("truncation", "routes")
-FAULTS = ("staleness", "shift", "temperature", "wrong_routes", "half_precision", "other_weights")
+FAULTS = ("staleness", "shift", "temperature", "wrong_routes", "half_precision", "place", "unexplained")
 
 
 @dataclass(frozen=True)
@@ -94,14 +101,7 @@ def find_causes(evidence: Evidence) -> list[Finding]:
             )
         )
     if _exceeds(rest, evidence.tolerance):
-        probes: Sequence[Callable[[Evidence], Finding | None]] = (
-            _shifted,
-            _wrong_routes,
-            _other_temperature,
-            _half_precision,
-            _other_steps,
-        )
-        found.append(next((f for f in (probe(evidence) for probe in probes) if f), None) or _other_weights(evidence))
+        found.append(_fault(evidence))
     return sorted(found, key=lambda finding: (not finding.is_fault, -finding.gap))
 
 
@@ -127,66 +127,58 @@ def _expected(evidence: Evidence) -> list[Finding]:
         if _exceeds(part, evidence.tolerance):
             left = _mean(evidence.parts["total"] - part)
             found.append(Finding(cause, _mean(part), left, sentences[cause].format(gap=_mean(part))))
-    wrong = evidence.has_routes and _wrong_routes(evidence) is not None
+    wrong = any(attempt.sentence for attempt in _routes(evidence))
     return [finding for finding in found if not (wrong and finding.cause == "routes")]
 
 
-def _shifted(evidence: Evidence) -> Finding | None:
+def _fault(evidence: Evidence) -> Finding:
+    """The first cause that explains what is left, or that none does."""
+    gap, in_vain = _mean(evidence.parts["numerics"]), []
+    for attempt in _attempts(evidence):
+        if attempt.sentence:
+            return Finding(attempt.cause, gap, attempt.left, attempt.sentence, attempt.value)
+        in_vain.append(attempt)
+    not_tried = ["dropout or another input (images, another prompt) while sampling"]
+    if evidence.scores.sampler is None:
+        not_tried.insert(0, "other weights (stale ones, another checkpoint): give those that sampled to try them")
+    else:
+        not_tried.insert(0, "other weights: the given sampler is not what sampled, or one of these is the cause")
+    not_tried.append("logits that pass through something that this model does not repeat")
+    return Finding("unexplained", gap, gap, nothing_explains(in_vain, gap, not_tried))
+
+
+def _attempts(evidence: Evidence) -> Iterator[Attempt]:
+    """Undone one after another; the costly ones only when the others explain nothing."""
+    gaps = _gaps(evidence)
+    yield try_shift(gaps)
+    yield from _routes(evidence)
+    yield try_temperature(
+        gaps,
+        lambda t: logprobs_at_temperature(evidence.tokens, evidence.scores.closest.candidates, evidence.temperature, t),
+        evidence.temperature,
+        "the traces say",
+    )
+    yield from _half_precision(evidence)
+    yield from _other_steps(evidence)
+    yield from try_places(gaps)
+
+
+def _gaps(evidence: Evidence) -> RecordedGaps:
     tokens, scored = evidence.tokens, evidence.scores.closest.logprobs
-    gap = _mean(evidence.parts["numerics"])
-    for shift in (1, -1):
-        moved = np.roll(tokens.recorded, -shift)
-        both = (np.roll(tokens.trace, -shift) == tokens.trace) & (
-            np.roll(tokens.position, -shift) == tokens.position + shift
-        )
-        left = _mean((scored - moved)[both])
-        if both.sum() >= FEWEST_SHIFTED and left < EXPLAINS * gap:
-            sentence = (
-                f"The recorded log-probs are shifted by one: compared with the record of token t{shift:+d}, the mean "
-                f"gap of token t falls from {gap:.2g} to {left:.2g} nats."
-            )
-            return Finding("shift", gap, left, sentence, float(shift))
-    return None
+    return RecordedGaps.of(tokens.traces, tokens.trace, tokens.position, scored, tokens.recorded, np.asarray)
 
 
-def _wrong_routes(evidence: Evidence) -> Finding | None:
-    if not evidence.has_routes or evidence.scores.sampler is not None:
-        return None
-    gap = _mean(evidence.parts["numerics"])
-    left = _mean(evidence.parts["numerics"] + evidence.parts["routes"])
-    if not (_exceeds(evidence.parts["numerics"], evidence.tolerance) and left < EXPLAINS * gap):
-        return None
-    agreement = evidence.scores.replayed.agreement
-    sentence = (
-        f"The recorded routes are not those of these tokens: through the live routers the mean gap falls from "
-        f"{gap:.2g} to {left:.2g} nats, and they agree with {agreement:.0%} of the recorded experts."
-    )
-    return Finding("wrong_routes", gap, left, sentence)
+def _routes(evidence: Evidence) -> Iterator[Attempt]:
+    known = evidence.has_routes and evidence.scores.sampler is None
+    if known and _exceeds(evidence.parts["numerics"], evidence.tolerance):
+        scores = evidence.scores
+        yield try_live_routes(_gaps(evidence), scores.live.logprobs, scores.replayed.agreement)
 
 
-def _other_temperature(evidence: Evidence) -> Finding | None:
-    gap = _mean(evidence.parts["numerics"])
-    best, left = fit_temperature(
-        lambda t: _mean(
-            logprobs_at_temperature(evidence.tokens, evidence.scores.closest.candidates, evidence.temperature, t)
-            - evidence.tokens.recorded
-        ),
-        evidence.temperature / 4,
-        evidence.temperature * 4,
-    )
-    if left >= EXPLAINS * gap:
-        return None
-    sentence = (
-        f"The engine sampled at another temperature: at temperature={best:.3g} the mean gap falls from {gap:.2g} to "
-        f"{left:.2g} nats, and the traces say temperature={evidence.temperature:g}."
-    )
-    return Finding("temperature", gap, left, sentence, best)
-
-
-def _half_precision(evidence: Evidence) -> Finding | None:
+def _half_precision(evidence: Evidence) -> Iterator[Attempt]:
     model: Any = evidence.scorer.model
     if next(model.parameters()).dtype != torch.float32:
-        return None
+        return
     rest, scored = evidence.parts["numerics"], evidence.scores.closest.logprobs
     gap = _mean(rest)
     for dtype in (torch.bfloat16, torch.float16):
@@ -194,22 +186,21 @@ def _half_precision(evidence: Evidence) -> Finding | None:
         half = rounded.score(evidence.tokens, evidence.has_routes).logprobs
         left, size = _mean(half - evidence.tokens.recorded), _mean(half - scored)
         along = float(np.corrcoef(rest, scored - half)[0, 1])
+        name, sentence = str(dtype).removeprefix("torch."), None
         if left < EXPLAINS * gap or (max(gap, size) <= LIKE_SIZE * min(gap, size) and along > MOVES_WITH):
-            name = str(dtype).removeprefix("torch.")
             sentence = (
                 f"The engine computed in half precision: the model in {name} is {size:.2g} nats away from itself in "
                 f"float32, the record {gap:.2g}, with a correlation of {along:.2f}."
             )
-            return Finding("half_precision", gap, left, sentence)
-    return None
+        yield Attempt("half_precision", f"the model in {name}", left, sentence)
 
 
-def _other_steps(evidence: Evidence) -> Finding | None:
+def _other_steps(evidence: Evidence) -> Iterator[Attempt]:
     rest = np.abs(evidence.parts["numerics"])
     fits = {int(s): rest[evidence.steps == s].max() <= evidence.tolerance for s in np.unique(evidence.steps)}
     fitting = [step for step, fit in fits.items() if fit]
     if not fitting:
-        return None
+        return
     others = ~np.isin(evidence.steps, fitting)
     sentence = (
         f"Stale weights, or training: the model fits the traces of {len(fitting)} of {len(fits)} steps "
@@ -217,19 +208,7 @@ def _other_steps(evidence: Evidence) -> Finding | None:
         "weights. So it is with traces saved while training, whose steps have weights of their own: "
         f"--step {fitting[0]} looks at the ones that this model sampled."
     )
-    return Finding("staleness", float(rest.mean()), float(rest[~others].mean()), sentence)
-
-
-def _other_weights(evidence: Evidence) -> Finding:
-    gap = _mean(evidence.parts["numerics"])
-    known = evidence.scores.sampler is not None
-    sentence = (
-        f"Other weights: {gap:.2g} nats on average that no shift, temperature"
-        f"{', routes' if evidence.has_routes else ''} or half precision explains, so the "
-        f"{'given sampler' if known else 'model'} is not what sampled"
-        f"{'.' if known else ': stale weights, or another checkpoint. Give the weights that sampled to see.'}"
-    )
-    return Finding("other_weights", gap, gap, sentence)
+    yield Attempt("staleness", "without the steps that do not fit", float(rest[~others].mean()), sentence)
 
 
 def _mean(values: np.ndarray) -> float:
