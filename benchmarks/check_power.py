@@ -32,7 +32,7 @@ from trl_support_replay.capture.transformers_generate import ScoresRecorder, rec
 from trl_support_replay.demo.model import fetch_smollm2
 from trl_support_replay.demo.task import sums
 from trl_support_replay.replay_check import ReplayCheck
-from trl_support_replay.trace_scores import padded_batch
+from trl_support_replay.audit.token_scores import padded_batch
 from trl_support_replay.traces.columns import Trace
 
 from .scorer_report import with_table
