@@ -27,12 +27,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl_support_replay.audit.temperature import logprobs_at_temperature
-from trl_support_replay.audit.token_scores import RecordedTokens, TokenScorer
+from trl_support_replay.audit.token_scores import RecordedTokens, TokenScorer, padded_batch
 from trl_support_replay.capture.transformers_generate import ScoresRecorder, recording
 from trl_support_replay.demo.model import fetch_smollm2
 from trl_support_replay.demo.task import sums
 from trl_support_replay.replay_check import ReplayCheck
-from trl_support_replay.audit.token_scores import padded_batch
 from trl_support_replay.traces.columns import Trace
 
 from .scorer_report import with_table

@@ -11,17 +11,13 @@ nested lists for TRL's client, arrays for the packed endpoint (unpacking, checki
 from __future__ import annotations
 
 import argparse
-import contextlib
 import csv
 import gc
 import gzip
 import os
 import platform
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -32,6 +28,7 @@ import numpy as np
 from transformers import AutoTokenizer
 from trl.generation.vllm_client import VLLMClient
 
+from tests.serving.vllm_process import VLLMServe
 from trl_support_replay.serving import protocol
 from trl_support_replay.serving.protocol import GenerateRequest, Sample
 from trl_support_replay.serving.transport import _gunzip
@@ -40,36 +37,6 @@ _LIMIT = 2**30  # bytes of a message, as in the client
 DATA = Path(__file__).parent / "data" / "wire.csv"
 TOPICS = ("the moon", "bread", "prime numbers")
 CASES = {"top_k=20": {"top_k": 20, "top_p": 1.0}, "top_k=20, top_p=0.9": {"top_k": 20, "top_p": 0.9}}
-
-
-@contextlib.contextmanager
-def running_server(model: str) -> Iterator[str]:
-    """URL of a `vllm-serve` for `model`, on a port of this machine."""
-    port = 8765
-    command = "import sys; from trl_support_replay.serving.command import main; main(sys.argv[1:])"
-    flags = ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager"]
-    flags += ["--max-model-len", "1024", "--served-model-name", "model"]
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            [sys.executable, "-c", command, model, *flags],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
-        )
-        try:
-            url = f"http://127.0.0.1:{port}"
-            while True:
-                if process.poll() is not None:
-                    log.seek(0)
-                    raise RuntimeError(log.read()[-3000:].decode(errors="replace"))
-                with contextlib.suppress(httpx.TransportError):
-                    httpx.get(url + "/health", trust_env=False)
-                    break
-                time.sleep(0.5)
-            yield url
-        finally:
-            process.terminate()
-            process.wait()
 
 
 def packed_answers(url: str, requests: Sequence[GenerateRequest]) -> list[bytes]:
@@ -81,7 +48,9 @@ def packed_answers(url: str, requests: Sequence[GenerateRequest]) -> list[bytes]
         with httpx.stream(
             "POST", url + protocol.GENERATE, content=body, headers=headers, timeout=600, trust_env=False
         ) as answer:
-            assert answer.headers["content-encoding"] == "gzip"
+            answer.raise_for_status()
+            if answer.headers.get("content-encoding") != "gzip":
+                raise ValueError("An answer came uncompressed, as small ones do. Raise --samples or --max-tokens.")
             bodies.append(b"".join(answer.iter_raw()))
     return bodies
 
@@ -226,8 +195,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=DATA)
     arguments = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    with running_server(arguments.model) as url:
-        rows = measure(url, tokenizer, arguments.samples, arguments.max_tokens, arguments.repeats)
+    with VLLMServe(arguments.model, flags=["--max-model-len", "1024"]) as server:
+        rows = measure(server.url, tokenizer, arguments.samples, arguments.max_tokens, arguments.repeats)
     machine = {
         "cpus": os.cpu_count(),
         "cpu": platform.machine(),

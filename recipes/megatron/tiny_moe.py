@@ -37,12 +37,11 @@ def add_split_arguments(parser: argparse.ArgumentParser) -> None:
 
 def initialize(split: argparse.Namespace) -> torch.device:
     """Process group and Megatron's groups, under torchrun or alone; the device of this rank."""
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
-        os.environ.setdefault(name, value)
+    alone: dict[str, Any] = {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}  # needs no port
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    torch.distributed.init_process_group("nccl" if on_gpu else "gloo")
+    torch.distributed.init_process_group("nccl" if on_gpu else "gloo", **({} if "RANK" in os.environ else alone))
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=split.tensor,
         pipeline_model_parallel_size=split.pipeline,

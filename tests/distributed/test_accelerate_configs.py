@@ -38,7 +38,8 @@ def test_it_trains(name, tmp_path):
     path.write_text(yaml.safe_dump(config))
     model = save_model(tmp_path / "model", tied=False)
     settings = {"samples": True, "per_device_train_batch_size": 4}
-    got = launch(["accelerate.commands.launch", "--config_file", str(path)], model, tmp_path / "run", settings)
+    launcher = ["accelerate.commands.launch", "--main_process_port", "0", "--config_file", str(path)]
+    got = launch(launcher, model, tmp_path / "run", settings)
     assert got["processes"] == 2
     for log in got["log"][:3]:
         assert log["support/logprob_gap_max"] <= 1e-4 and log["sampling/outside_10pct"] == 0

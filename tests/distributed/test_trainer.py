@@ -125,7 +125,7 @@ def zero_config(tmp_path, stage):
         "num_processes: 2\nmachine_rank: 0\nmain_training_function: main\ndeepspeed_config:\n"
         f"  deepspeed_config_file: {deepspeed}\n  zero3_init_flag: false\n"
     )
-    return ["accelerate.commands.launch", "--config_file", str(config)]
+    return ["accelerate.commands.launch", "--main_process_port", "0", "--config_file", str(config)]
 
 
 FULL = {"beta": 0.1, "kl_scope": "full", "entropy_scope": "full", "entropy_coef": 0.01}

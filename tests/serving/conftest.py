@@ -87,7 +87,8 @@ def moe_server(tiny_moe_path, tmp_path_factory):
     with VLLMServe(
         tiny_moe_path,
         weights_dir=tmp_path_factory.mktemp("weights"),
-        flags=["--enable-return-routed-experts", "--max-model-len", "1024", "--served-model-name", "tiny"],
+        flags=["--enable-return-routed-experts", "--max-model-len", "1024"],
         api_key="session-secret",
+        names=["tiny"],
     ) as running:
         yield running

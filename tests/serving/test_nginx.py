@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import secrets
 import socket
 import subprocess
 import time
@@ -36,6 +38,9 @@ http {{
     server {{
         listen 127.0.0.1:{port};
         client_max_body_size {max_body};
+        location = /{name} {{
+            return 204;
+        }}
         location /pool/ {{
             proxy_pass http://servers/;
             proxy_http_version 1.1;
@@ -53,21 +58,21 @@ class Nginx:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
+        name = f"nginx-{secrets.token_hex(8)}"  # another program may come to hold the port first
         servers = " ".join(f"server 127.0.0.1:{port} max_fails=0;" for port in ports)
         configuration = folder / "nginx.conf"
         configuration.write_text(
-            CONFIGURATION.format(folder=folder, servers=servers, port=self.port, max_body=max_body)
+            CONFIGURATION.format(folder=folder, servers=servers, port=self.port, max_body=max_body, name=name)
         )
         self._process = subprocess.Popen(["nginx", "-c", str(configuration), "-p", str(folder)])
         self.url = f"http://127.0.0.1:{self.port}/pool"
         deadline = time.monotonic() + 10
         while time.monotonic() < deadline:
-            try:
-                httpx.get(self.url + "/", trust_env=False)
-                return
-            except httpx.TransportError:
-                assert self._process.poll() is None, (folder / "error.log").read_text()
-                time.sleep(0.05)
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"http://127.0.0.1:{self.port}/{name}", trust_env=False).status_code == 204:
+                    return
+            assert self._process.poll() is None, (folder / "error.log").read_text()
+            time.sleep(0.05)
         raise RuntimeError("nginx did not come up")
 
     def stop(self):

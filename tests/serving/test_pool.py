@@ -21,6 +21,7 @@ from trl_support_replay.serving.transport import Retry, ServerUnreachableError, 
 
 from .fakes import AppServer, FakeEngine, HTTPServer, serving
 from .test_endpoint import assert_foretold, request
+from .vllm_process import VLLMServe
 
 
 @pytest.fixture
@@ -160,3 +161,18 @@ def test_credentials_in_a_url_are_for_the_server_alone(pool_of, caplog):
     assert front.url in caplog.text and "cret" not in caplog.text + str(error.value)
     with pytest.raises(ValueError, match="^Server URL 'host:8000' does not"):
         Transport("me:secret@host:8000")
+
+
+@pytest.mark.parametrize("answer", [b"ready", b"[]", b'{"status": "ok"}', b'{"version": 1}'])
+def test_another_program_at_the_address_is_not_taken_for_a_server(pool_of, tmp_path, answer):
+    """One that answers whatever it is asked, as VLLMServe too may find at its port."""
+
+    async def anything(request):
+        return Response(answer)
+
+    with serving(AppServer(Starlette(routes=[Route("/{path:path}", anything, methods=["GET", "POST"])]))) as server:
+        with pytest.raises(ServerUnreachableError, match="/support_replay/v1/info is no packed endpoint"):
+            pool_of(server.url, retry=Retry(give_up_after=0.1, first_delay=0.01))
+        beside = VLLMServe("model")
+        beside.url = server.url
+        assert not beside._answers()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -13,19 +14,24 @@ import time
 import httpx
 
 from tests.parts import require
+from trl_support_replay.serving import protocol
+from trl_support_replay.serving.servers import read_info
 
 
 class VLLMServe:
     """`trl-support-replay vllm-serve MODEL` on a free port, up when the block is entered.
+
+    It is known by its own answer: another program may come to hold the port before it does.
 
     Args:
         model: folder of the model.
         weights_dir: `--weights-dir`.
         flags: further flags.
         api_key: `--api-key`.
+        names: names of the model for ordinary requests, beside one that no other server has.
     """
 
-    def __init__(self, model, weights_dir=None, flags=(), api_key=None):
+    def __init__(self, model, weights_dir=None, flags=(), api_key=None, names=()):
         require("vllm")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -33,6 +39,7 @@ class VLLMServe:
         self.url = f"http://127.0.0.1:{self.port}"
         self.weights_dir = weights_dir
         self.api_key = api_key
+        self._name = f"served-{secrets.token_hex(8)}"
         own = [] if weights_dir is None else ["--weights-dir", str(weights_dir)]
         self._command = [
             sys.executable,
@@ -42,6 +49,7 @@ class VLLMServe:
             *own,
             *("--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32", "--enforce-eager"),
             *("--max-num-batched-tokens", "512", "--max-num-seqs", "16", "--seed", "0"),
+            *("--served-model-name", self._name, *names),
             *flags,
             *([] if api_key is None else ["--api-key", api_key]),
         ]
@@ -77,14 +85,19 @@ class VLLMServe:
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
                 raise RuntimeError(f"vllm-serve ended with {self._process.returncode}:\n{self.log()[-4000:]}")
-            try:
-                if httpx.get(self.url + "/health", trust_env=False).status_code == 200:
-                    return
-            except httpx.TransportError:
-                pass
+            if self._answers():
+                return
             time.sleep(0.5)
         self.kill()
         raise RuntimeError(f"vllm-serve did not come up in {timeout} s:\n{self.log()[-4000:]}")
+
+    def _answers(self):
+        headers = {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
+        try:
+            answer = httpx.get(self.url + protocol.INFO, headers=headers, trust_env=False)
+            return answer.status_code == 200 and read_info(answer.content)["model"] == self._name
+        except (httpx.TransportError, protocol.MessageError):
+            return False
 
     def kill(self):
         """End the server and its engine at once, as a crash would."""

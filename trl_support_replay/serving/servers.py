@@ -13,6 +13,9 @@ from .transport import ServerRefusalError, Transport
 
 # A server that loses its weights again and again is not merely being restarted.
 _MAX_RELOADS = 3
+# What the endpoint says of itself beside its version, and what another program at the same address does not.
+_FACTS = ("model", "capture", "dtype", "logprobs_mode", "max_n", "weight_reload", "routes")
+_NOT_OURS = f"What answers at {protocol.INFO} is no packed endpoint."
 
 
 class Server(Protocol):
@@ -109,20 +112,23 @@ def read_info(body: bytes) -> dict[str, Any]:
     """What the endpoint says of itself.
 
     Raises:
-        MessageError: for a body that is not a JSON object.
+        MessageError: for a body that is not a description of a server.
         RuntimeError: for another version of the protocol.
     """
     try:
         info = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        raise protocol.MessageError(f"The server's description is not JSON: {error}.") from None
+        raise protocol.MessageError(f"{_NOT_OURS} Its description is not JSON: {error}.") from None
     if not isinstance(info, dict) or "version" not in info:
-        raise protocol.MessageError(f"The server describes itself as {body[:200]!r}.")
+        raise protocol.MessageError(f"{_NOT_OURS} It describes itself as {body[:200]!r}.")
     if info["version"] != protocol.VERSION:
         raise RuntimeError(
             f"The server speaks version {info['version']} of the packed protocol, and this client version "
             f"{protocol.VERSION}. Install the same release of trl-support-replay on both sides."
         )
+    missing = [name for name in _FACTS if name not in info]
+    if missing:
+        raise protocol.MessageError(f"{_NOT_OURS} Its description lacks {', '.join(missing)}.")
     return info
 
 
