@@ -52,7 +52,29 @@ recorded. A setting that nobody has looked at yet is refused by its name.
 | `generation_kwargs["temperature"]` unlike `temperature` | the trainer would score at another temperature |
 | `top_k` 1 | every support would hold the sampled token alone |
 | a setting that is unknown here | so is what it does to the tokens that are drawn |
+| `neftune_noise_alpha` | it adds noise to the embeddings while the policy is scored; the engine samples without |
+| `peft_config` with virtual tokens (prompt tuning, prefix tuning) | they are positions that the batch does not have |
 {always}
+## Models
+
+Before the first generation the trainer runs policy and reference four times, on 24 tokens. What fails is refused with
+an `UnreplayableModelError` that names the model's class and the difference.
+
+| model | why |
+|---|---|
+| scores from hidden states and head unlike `log_softmax` of the model's own logits | something happens between last \
+hidden state and logits that is not known here: Inkling divides the states, other models have a prediction head |
+| logits for fewer ids than the head has rows, or ids masked after the head (Chameleon) | scores over the vocabulary \
+would count what the model leaves out |
+| random numbers in training mode | the engine samples without noise. Dropout, layer drop and router jitter that \
+modules hold are [switched off](troubleshooting.md#dropout-and-other-noise-of-training-mode-is-off); what a model \
+reads from its configuration at each call (Falcon, GPT-J, GPT-Neo) has to be set to 0 there |
+| other logits in training mode than in evaluation mode | the engine samples in evaluation mode |
+
+In float32 no token may differ by more than 1e-4 of the largest logit. In half precision the logits themselves are
+rounded, and the median token may differ by `eps / 2` of the largest one: for bfloat16 and a largest logit of 30, 0.12
+nats. The commands `score` and `audit` compare the scores in the same way.
+
 ## With vLLM
 
 | setting | why |

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .config import SupportReplayGRPOConfig, SupportReplayRLOOConfig
     from .contract import UnreplayableSettingError
+    from .model_probe import UnreplayableModelError
     from .replay_check import ReplayGapError
     from .rloo_trainer import SupportReplayRLOOTrainer
     from .scoring import score_support, score_support_from_logits
@@ -25,6 +26,7 @@ _EXPORTS = {
     "SupportReplayGRPOTrainer": "trainer",
     "SupportReplayRLOOConfig": "config",
     "SupportReplayRLOOTrainer": "rloo_trainer",
+    "UnreplayableModelError": "model_probe",
     "UnreplayableSettingError": "contract",
     "ReplayGapError": "replay_check",
     "SupportRows": "traces.support",
@@ -38,6 +40,7 @@ __all__ = [
     "SupportReplayRLOOConfig",
     "SupportReplayRLOOTrainer",
     "SupportRows",
+    "UnreplayableModelError",
     "UnreplayableSettingError",
     "__version__",
     "score_support",

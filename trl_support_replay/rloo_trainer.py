@@ -35,6 +35,7 @@ class SupportReplayRLOOTrainer(ReplayTrainer, RLOOTrainer):
     Raises:
         UnsupportedVersionError: for a TRL, transformers or vLLM out of range.
         UnreplayableSettingError: for settings that cannot be replayed exactly, before any model is loaded.
+        UnreplayableModelError: for models that cannot; sharded ones are tried before the first generation.
         TraceSchemaError: for a dataset of saved traces, which only GRPO trains on.
         ReplayGapError: during training, when replayed and recorded log-probs differ (see `replay_check`).
     """

@@ -47,6 +47,7 @@ class SupportReplayGRPOTrainer(ReplayTrainer, GRPOTrainer):
     Raises:
         UnsupportedVersionError: for a TRL, transformers or vLLM out of range.
         UnreplayableSettingError: for settings that cannot be replayed exactly, before any model is loaded.
+        UnreplayableModelError: for models that cannot; sharded ones are tried before the first generation.
         ReplayGapError: during training, when replayed and recorded log-probs differ (see `replay_check`).
     """
 
