@@ -104,6 +104,13 @@ def test_ties_too_unlikely_for_the_sum_are_counted_too():
         assert repaired == expected and all(7 in row for row in rows)
 
 
+def test_a_cut_tie_is_counted_when_the_sum_lacks_little():
+    likely, rare = log(0.9995, 0.0001)
+    position = [(7, likely), (7, likely), *((i, rare) for i in range(10, 14))]  # of five that tie
+    _, rows, repaired = read_flat_logprobs(completion([7], flat([position])), 3, "request 0")
+    assert repaired == 1 and rows.sizes.tolist() == [5]
+
+
 def test_a_cut_tie_in_a_long_completion_is_counted_and_logged(caplog):
     fine = [(7, 0.0), (7, 0.0), (8, -math.inf)]
     (p,) = log(0.2)
