@@ -68,6 +68,14 @@ The model's own `generation_config` counts as well, for whatever TRL does not se
 {transformers}
 `typical_p`, `epsilon_cutoff`, `eta_cutoff` and `top_h` only remove tokens, so they are replayed.
 
+## With saved traces
+
+| setting | why |
+|---|---|
+| `save_traces` with images in the dataset, or ids of images in prompts | traces carry [no images](traces.md#text-only) |
+| a `train_dataset` of traces of such prompts | the same |
+| a `train_dataset` with some of the columns of traces, or with some rows of prompts | it is neither |
+
 ## Families of mixture-of-experts models
 
 {families}
