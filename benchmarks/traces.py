@@ -5,7 +5,7 @@
 The same traces are kept as this package's Parquet shards and as Arrow files (what `datasets` maps into memory), and, to
 compare, as JSON and pickled nested Python lists. "Loaded" means: from a file in the page cache to something that a
 trainer can index by sample and token. From Parquet and Arrow that is arrays, by `table_to_traces`, or nested lists, as
-plain `datasets` makes them. Times are CPU times on one thread.
+plain `datasets` makes them. "Unverified" leaves the digest of each trace out. Times are CPU times on one thread.
 
 Supports are drawn with 47 % singletons, median 2, mean 8 and 99th percentile 82; ids are uniform over the vocabulary,
 which nothing compresses, or Zipf-distributed.
@@ -34,6 +34,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from trl_support_replay.traces.columns import Trace, table_to_traces, traces_to_table
+from trl_support_replay.traces.digest import DIGEST
 from trl_support_replay.traces.shards import ShardFolder
 from trl_support_replay.traces.support import SupportRows
 
@@ -114,6 +115,7 @@ def measure(num_tokens: int, ids: str, lengths: tuple[int, int], repeats: int, f
 
     cases: list[tuple[str, str, Path, Callable[[], Any]]] = [
         ("arrow", "arrays", arrow, lambda: table_to_traces(open_arrow(arrow))),
+        ("arrow", "arrays, unverified", arrow, lambda: table_to_traces(open_arrow(arrow).drop_columns([DIGEST]))),
         ("parquet", "arrays", shard, lambda: table_to_traces(pq.read_table(shard))),
         ("arrow", "nested lists", arrow, lambda: open_arrow(arrow).to_pylist()),
         ("arrow", "nested lists, by datasets", arrow, lambda: datasets.Dataset(open_arrow(arrow))[:]),

@@ -8,6 +8,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.processes import environment
@@ -84,6 +85,30 @@ def test_offsets_that_lead_nowhere_are_not_followed():
     index = whole.column_names.index("completion_ids")
     with pytest.raises(TraceSchemaError, match="The table is damaged"):
         table_to_traces(whole.set_column(index, "completion_ids", wild))
+
+
+def test_rows_that_the_metadata_leave_out_are_missed(tmp_path):
+    """A file that says that it has fewer rows than its pages hold."""
+    whole = pa.concat_tables([table(number) for number in range(3)])  # 12 rows
+    path = ShardFolder(tmp_path).write(whole, 0)
+    body = path.read_bytes()
+    footer = int.from_bytes(body[-8:-4], "little") + 8
+    fewer = 0
+    for place in range(len(body) - footer, len(body) - 8):
+        if body[place] != 24:  # how 12 is written
+            continue
+        for bit in range(8):
+            path.write_bytes(body[:place] + bytes([body[place] ^ 1 << bit]) + body[place + 1 :])
+            try:
+                fewer += pq.ParquetFile(path).read().num_rows < 12
+            except (pa.ArrowException, OSError):
+                continue
+            try:
+                ((_, read),) = trace_tables(path)
+            except TraceSchemaError:
+                continue
+            assert read.num_rows == 12
+    assert fewer, "no bit makes a reader leave rows out, so this showed nothing"
 
 
 def test_a_folder_named_like_a_partition_adds_no_column(tmp_path):

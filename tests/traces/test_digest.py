@@ -122,8 +122,11 @@ def test_a_reward_that_differs_is_said_and_not_refused(caplog):
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         table_to_traces(dataset.remove_columns("reward_digest").with_format("arrow")[:])
-        table_to_traces(dataset.remove_columns("reward").with_format("arrow")[:])
+        table_to_traces(dataset.remove_columns(["reward", "reward_digest"]).with_format("arrow")[:])
     assert not caplog.text
+    with caplog.at_level(logging.WARNING):
+        table_to_traces(dataset.remove_columns("reward").with_format("arrow")[:])
+    assert "have a reward_digest and no reward" in caplog.text
 
 
 def test_traces_without_digests_are_read_and_it_is_said_once(caplog):

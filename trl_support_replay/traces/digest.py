@@ -96,6 +96,12 @@ def check_digests(table: pa.Table, traces: Sequence[Trace]) -> None:
                 f"dataset.remove_columns({DIGEST!r})."
             )
     if "reward" not in table.column_names:
+        if REWARD_DIGEST in table.column_names:
+            logger.warning(
+                "The traces have a %s and no reward. If you did not drop it, the file is damaged: restore it from a "
+                "copy. If you did, drop both.",
+                REWARD_DIGEST,
+            )
         return
     found = reward_digests(table["reward"].to_pylist())
     changed = [i for i, old in enumerate(_saved(table, REWARD_DIGEST)) if old not in (None, found[i])]

@@ -75,10 +75,21 @@ def read_parquet(file: Path, columns: list[str] | None = None) -> pa.Table:
     try:
         with pq.ParquetFile(file, page_checksum_verification=True) as opened:
             table = opened.read(columns)
+            _check_row_counts(opened.metadata, table.num_rows)
         table.validate(full=True)
     except Exception as error:  # what readers raise at damaged bytes is not limited to any types
         raise TraceSchemaError(_told(file, "is not whole Parquet", error)) from error
     return table
+
+
+def _check_row_counts(metadata: pq.FileMetaData, num_rows: int) -> None:
+    """A file says three times how many rows it has; pages have checksums, and this has none."""
+    groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+    flat = [j for j in range(metadata.num_columns) if metadata.schema.column(j).max_repetition_level == 0]
+    values = {group.column(j).num_values - group.num_rows for group in groups for j in flat}
+    total = sum(group.num_rows for group in groups)
+    if not num_rows == metadata.num_rows == total or values - {0}:
+        raise pa.ArrowInvalid(f"its metadata contradict each other: {metadata.num_rows} rows, and {total} in its parts")
 
 
 def dataset_table(dataset: Any) -> pa.Table:
