@@ -109,12 +109,12 @@ The model's own `generation_config` counts as well, for whatever TRL does not se
 | a server with `--speculative-algorithm` | {drafts} |
 | a server whose `--preferred-sampling-params` hold one of those below | it adds them to every request |
 {sglang}
-
 ## With saved traces
 
 | setting | why |
 |---|---|
-| `save_traces` with images in the dataset, or ids of images in prompts | traces carry [no images](traces.md#text-only) |
+| `save_traces` with images in the dataset, or ids of images in prompts | traces carry \
+[no images](traces.md#text-only) |
 | a `train_dataset` of traces of such prompts | the same |
 | a `train_dataset` with some of the columns of traces, or with some rows of prompts | it is neither |
 
