@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from .traces.columns import Trace
+from .traces.multimodal import check_no_placeholders
 
 
 class ScoringModelError(ValueError):
@@ -77,3 +78,5 @@ def check_fits(traces: Sequence[Trace], model: PreTrainedModel, option: str, rev
             f"{option} {model.name_or_path} has a vocabulary of {vocab_size} ids, and the traces hold the id "
             f"{largest}: they were sampled from a model with another vocabulary. Name one with the sampler's."
         )
+    # As it was saved: of a model of images and text, only the part for text may have been loaded.
+    check_no_placeholders(traces, AutoConfig.from_pretrained(str(model.name_or_path), revision=revision or "main"))

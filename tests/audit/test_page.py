@@ -20,6 +20,7 @@ from trl_support_replay.audit.page import render_page
 from trl_support_replay.audit.report import build_report
 from trl_support_replay.audit.token_view import MOST_CANDIDATES, add_samples
 from trl_support_replay.cli import main
+from trl_support_replay.model_probe import Probe
 from trl_support_replay.traces.columns import TraceSchemaError, traces_to_table
 from trl_support_replay.traces.shards import ShardFolder
 from trl_support_replay.traces.support import SupportRows
@@ -177,8 +178,11 @@ def test_one_step_can_be_chosen(saved):
 def test_a_finished_audit_is_not_lost(dense, saved, tmp_path, capsys):
     """Not for want of a tokenizer, and not for scores that are no numbers."""
     model = copy.deepcopy(dense)
-    with torch.no_grad():
-        model.lm_head.weight[7] = float("nan")
+    first = load_traces(saved, 100).traces[0]
+    probed = set(Probe.run(dense).input_ids.flatten().tolist())
+    with torch.no_grad():  # the probe of the model must not see it
+        seen = next(i for i in first.completion_ids[:-1].tolist() if i not in probed)
+        model.get_input_embeddings().weight[seen] = float("nan")
     model.save_pretrained(tmp_path / "broken")
     arguments = [
         "audit",
