@@ -40,9 +40,9 @@ DATA = Path(__file__).parent / "data" / "check_power.csv"
 PAGE = Path(__file__).parent.parent / "docs" / "metrics.md"
 START = "<!-- table: python -m benchmarks.check_power -->"
 SEQUENCES, GROUP, TOKENS, BATCH = 128, 4, 64, 8
-LEARNING_RATES = (1e-6, 1e-5)
-HEALTHY_BATCHES, HEALTHY_RUNS, HISTORY = 1000, 10, 100
-RUNS, MOST_BATCHES = 100, 200
+LEARNING_RATES = (1e-6, 1e-5, 3e-5)
+HEALTHY_BATCHES, HEALTHY_RUNS, HISTORY = 1000, 5, 100
+RUNS, MOST_BATCHES = 50, 100
 POLICIES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoKrConfig, LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from tests.parts import require
 from trl_support_replay import (
     SupportReplayGRPOConfig,
     SupportReplayRLOOConfig,
@@ -22,6 +22,9 @@ from trl_support_replay.replayed_models import ReplayedModels
 
 from .conftest import character_tokenizer
 from .test_replay import assert_replayed
+
+require("peft")
+from peft import LoKrConfig, LoraConfig, get_peft_model  # noqa: E402
 
 SIZES = {
     "vocab_size": 99,

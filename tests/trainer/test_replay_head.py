@@ -5,7 +5,16 @@ import inspect
 import numpy as np
 import pytest
 import torch
-from peft import (
+from transformers import AutoModelForCausalLM
+
+from tests.parts import require
+from trl_support_replay import UnreplayableSettingError
+from trl_support_replay.replay_head import ReplayBatch, add_replay_head
+from trl_support_replay.traces.columns import Trace
+from trl_support_replay.traces.support import SupportRows
+
+require("peft")
+from peft import (  # noqa: E402
     CPTConfig,
     LoraConfig,
     PrefixTuningConfig,
@@ -13,12 +22,6 @@ from peft import (
     PromptTuningConfig,
     get_peft_model,
 )
-from transformers import AutoModelForCausalLM
-
-from trl_support_replay import UnreplayableSettingError
-from trl_support_replay.replay_head import ReplayBatch, add_replay_head
-from trl_support_replay.traces.columns import Trace
-from trl_support_replay.traces.support import SupportRows
 
 TASK = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 4}
 VIRTUAL = [
