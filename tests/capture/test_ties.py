@@ -12,13 +12,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
-from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 
+from tests.parts import require
 from tests.processes import environment
 from trl_support_replay.capture.recorder import SupportCaptureError
 from trl_support_replay.capture.vllm_outputs import num_candidates, read_flat_logprobs
 
-from .test_vllm_outputs import completion, flat, log
+require("vllm")
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch  # noqa: E402
+
+from .test_vllm_outputs import completion, flat, log  # noqa: E402
 
 # Spreads and means of logits, in nats: random rows around them are as flat as a model's rows get at the k-th place.
 SHAPES = [(1.5, 0.0), (2.0, 12.0), (3.0, 12.0), (2.0, 24.0), (4.0, 24.0), (1.5, 12.0)]

@@ -10,8 +10,8 @@ import pytest
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
-from vllm.logprobs import FlatLogprobs
 
+from tests.parts import require
 from trl_support_replay.capture.generators import CaptureRequest
 from trl_support_replay.capture.server_generators import ServerGenerator
 from trl_support_replay.capture.vllm_outputs import num_candidates
@@ -20,6 +20,9 @@ from trl_support_replay.serving.pool import new_request_id
 from trl_support_replay.serving.protocol import GenerateRequest
 
 from .fakes import AppServer, FakeEngine, HTTPServer, serving
+
+require("vllm")
+from vllm.logprobs import FlatLogprobs  # noqa: E402
 
 
 class TyingEngine(FakeEngine):
