@@ -12,6 +12,7 @@ def option(command, name):
     return command[command.index(name) + 1]
 
 
+@pytest.mark.needs("vllm")  # its parser reads the options
 def test_vllms_own_options_are_passed_on_unchanged(tmp_path):
     flags = ["--port", "81", "--tensor-parallel-size=2", "--enable-prefix-caching", "--api-key", "k", "--seed", "-1"]
     command, _ = serve_command(["org/model", *flags], on_cpu=False)
@@ -25,6 +26,7 @@ def test_vllms_own_options_are_passed_on_unchanged(tmp_path):
     assert "--dtype" not in command
 
 
+@pytest.mark.needs("vllm")  # its parser reads the options
 def test_our_options_travel_in_the_environment(tmp_path):
     arguments = ["m", "--weights-dir", str(tmp_path), "--replay-max-n=3", "--replay-max-tokens", "77"]
     command, environment = serve_command(arguments, on_cpu=False)
@@ -33,11 +35,13 @@ def test_our_options_travel_in_the_environment(tmp_path):
     assert settings == ServerSettings(weights_dir=tmp_path.resolve(), max_n=3, max_tokens=77)
 
 
+@pytest.mark.needs("vllm")  # its parser reads the options
 def test_an_option_that_was_given_is_not_given_again():
     command, _ = serve_command(["m", "--max_logprobs=50", "--logprobs-mode", "processed_logprobs"], on_cpu=False)
     assert "--max-logprobs" not in command and command.count("--logprobs-mode") == 1
 
 
+@pytest.mark.needs("vllm")  # its parser reads the options
 def test_on_a_cpu_reloading_means_float32(tmp_path):
     assert option(serve_command(["m", "--weights-dir", str(tmp_path)], on_cpu=True)[0], "--dtype") == "float32"
     assert "--dtype" not in serve_command(["m"], on_cpu=True)[0]
@@ -65,11 +69,13 @@ def test_on_a_cpu_reloading_means_float32(tmp_path):
         (["m", "--scheduler-cls", "my.Scheduler"], "--scheduler-cls my.Scheduler"),
     ],
 )
+@pytest.mark.needs("vllm")  # its parser reads the options
 def test_options_that_would_break_replay_or_recording_are_refused(arguments, says):
     with pytest.raises(ServeOptionError, match=says):
         serve_command(arguments, on_cpu=False)
 
 
+@pytest.mark.needs("vllm")  # its parser reads the options
 def test_options_of_a_file_are_read_as_well(tmp_path):
     file = tmp_path / "serve.yaml"
     file.write_text("port: 8001\nmax-logprobs: 50\n")
@@ -80,6 +86,7 @@ def test_options_of_a_file_are_read_as_well(tmp_path):
         serve_command(["m", "--config", str(file)], on_cpu=False)
 
 
+@pytest.mark.needs("vllm")  # its parser reads the options
 def test_a_folder_of_weights_that_is_not_there_yet_is_made(tmp_path, caplog):
     folder = tmp_path / "runs" / "weights"
     _, environment = serve_command(["m", "--weights-dir", str(folder)], on_cpu=False)
@@ -96,6 +103,7 @@ def test_a_folder_of_weights_that_is_not_there_yet_is_made(tmp_path, caplog):
         ("--replay-max-request-bytes", "-1", "--replay-max-request-bytes -1 must be at least 1"),
     ],
 )
+@pytest.mark.needs("vllm")  # its parser reads the options
 def test_values_that_are_none_are_refused_under_the_names_of_their_options(tmp_path, option, value, says):
     file = tmp_path / "file"
     file.touch()
