@@ -45,7 +45,7 @@ def test_a_trainer_ends_on_all_processes(ranks):
     for case, error, message in (
         ("reading what was generated", "RuntimeError", "the scores cannot be read"),
         ("a rollout's supports", "SupportError", "completion 1: the support of token 2 (2 ids) does not hold"),
-        ("writing traces", "OSError", "File too large"),
+        ("writing traces", "ShardFolderError", "cannot be written (File too large)"),
         ("the folder of traces", "ShardFolderError", "is not a folder that can be written"),
         ("saved traces", "TraceSchemaError", "row 0: token 0 has log-prob -inf"),
     ):
