@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 
 
 def run_on_ranks(
-    world_size: int, function: str, *args: Any, timeout: float = 240, within: str | None = None
+    world_size: int, function: str, *args: Any, timeout: float = 500, within: str | None = None
 ) -> list[Any]:
     """Results of `function(*args)` on each rank.
 

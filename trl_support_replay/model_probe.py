@@ -72,7 +72,8 @@ class Probe:
         with _left_alone(model), contextlib.ExitStack() as stack:
             if isinstance(head, nn.Module):
                 stack.callback(head.register_forward_hook(lambda module, args, output: seen.append(output)).remove)
-            logits = _forward(model.eval(), ids)
+            model.eval()  # on a line of its own: DeepSpeed's engine returns None
+            logits = _forward(model, ids)
         made = seen[-1] if seen and isinstance(seen[-1], torch.Tensor) else None
         eps = torch.finfo((logits if made is None else made).dtype).eps
         float32 = eps < _FLOAT32_TOLERANCE
@@ -99,7 +100,8 @@ class Probe:
         settings = _settings(noise_settings(model))
         for edge in _EDGES:
             with _left_alone(model), RandomDraws(edge) as draws:
-                logits = _forward(model.train(), self.input_ids).float()
+                model.train()
+                logits = _forward(model, self.input_ids).float()
             if draws.drawn_by:
                 module, operator = draws.drawn_by[0]
                 raise UnreplayableModelError(

@@ -51,7 +51,7 @@ def save_model(path, tied):
     return str(path)
 
 
-def launch(arguments, model, output, settings, timeout=240):
+def launch(arguments, model, output, settings, timeout=500):
     command = [sys.executable, "-m", *arguments, str(WORKER), model, str(output), json.dumps(settings)]
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",

@@ -28,7 +28,7 @@ def run(script: str, *arguments: str, num_ranks: int = 1) -> str:
         start_new_session=True,
     )
     try:
-        output, errors = process.communicate(timeout=240)
+        output, errors = process.communicate(timeout=500)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # the ranks, too
         raise
