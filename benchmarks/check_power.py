@@ -27,7 +27,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl_support_replay.audit.temperature import logprobs_at_temperature
-from trl_support_replay.audit.token_scores import RecordedTokens, TokenScorer, padded_batch
+from trl_support_replay.audit.token_scores import RecordedTokens, TokenScorer
+from trl_support_replay.batch_layout import padded_batch
 from trl_support_replay.capture.transformers_generate import ScoresRecorder, recording
 from trl_support_replay.demo.model import fetch_smollm2
 from trl_support_replay.demo.task import sums
@@ -96,11 +97,11 @@ def step_of_training(model: torch.nn.Module, traces: list[Trace], texts: list[st
     for step in range(3):
         before = [parameter.detach().clone() for parameter in model.parameters()]
         chosen = range(step * BATCH, (step + 1) * BATCH)
-        ids, attention, prompt = padded_batch([traces[b] for b in chosen])
+        ids, attention, length = padded_batch([traces[b] for b in chosen])
         ids, attention = torch.from_numpy(ids).long(), torch.from_numpy(attention).long()
-        logits = model(input_ids=ids, attention_mask=attention).logits[:, prompt - 1 : -1]
-        logprobs = torch.log_softmax(logits, dim=-1).gather(2, ids[:, prompt:, None])[..., 0]
-        mask = attention[:, prompt:]
+        logits = model(input_ids=ids, attention_mask=attention).logits[:, -length - 1 : -1]
+        logprobs = torch.log_softmax(logits, dim=-1).gather(2, ids[:, -length:, None])[..., 0]
+        mask = attention[:, -length:]
         mean = (logprobs * mask).sum(dim=1) / mask.sum(dim=1)
         (-mean * torch.tensor(advantages[list(chosen)], dtype=torch.float32)).mean().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

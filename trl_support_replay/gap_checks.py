@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from trl import GRPOTrainer
 
+from .batch_layout import SampleBatch, recorded_mask
 from .passes import ScoringPass
 from .replay_check import GapStatistics, ReplayCheck, ReplayGapError, explain
-from .replay_head import recorded_mask
 from .replay_metrics import Metrics, StepMetrics, mean, over_processes, route_metrics
 from .tensor_parallel import SampleGroups
 
@@ -93,7 +93,7 @@ class GapChecks(_TRLTrainer):
             temperature: another softmax temperature than the trainer's.
             live_routes: leave recorded routes aside.
         """
-        again = ScoringPass("rescore", batch[SAMPLES], batch, temperature, live_routes)
+        again = ScoringPass("rescore", SampleBatch.of(batch[SAMPLES]), batch, temperature, live_routes)
         with self._opened(again), torch.no_grad():
             logps, _, _ = self._get_per_token_logps_and_entropies(
                 self.model,

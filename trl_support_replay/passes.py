@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import torch
 
+from .batch_layout import SampleBatch
 from .capture.recorder import SupportRecorder
-from .traces.columns import Trace
 
 
 class UnscoredBatchError(RuntimeError):
@@ -67,7 +67,7 @@ class ScoringPass:
     """
 
     role: Literal["generation", "loss", "rescore"]
-    samples: list[Trace] | None = None
+    samples: SampleBatch | None = None
     inputs: dict[str, Any] = field(default_factory=dict)
     temperature: float | None = None
     live_routes: bool = False
@@ -77,7 +77,7 @@ class ScoringPass:
     unchecked: list[tuple[torch.Tensor, dict[str, Any]]] = field(default_factory=list)
     scoring: bool = False
 
-    def recorded(self, trainer: str) -> list[Trace]:
+    def recorded(self, trainer: str) -> SampleBatch:
         """The completions that were sampled.
 
         Args:

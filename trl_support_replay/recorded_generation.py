@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .batch_layout import SampleBatch
 from .capture.recorder import SupportRecorder, TracedLogprob
 from .capture.transformers_generate import ScoresRecorder, recording
 from .completion_columns import completion_columns, empty_columns
@@ -126,7 +127,7 @@ class RecordedGeneration(_TRLTrainer):
 
     def _keep_samples(self, collected: Collected) -> None:
         assert self._pass is not None and self._recorder is not None
-        self._pass.samples = collected.samples
+        self._pass.samples = SampleBatch.of(collected.samples)
         self._log_completion_columns(completion_columns(collected.samples))
         self._log(support_metrics(collected.samples, self._recorder.repaired, collected.num_synthetic))
 

@@ -10,86 +10,40 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from .scoring import SupportCSR, lm_head_from_model, score_support
-from .traces.columns import Trace
-from .traces.support import SupportRows
+from .batch_layout import BatchLayout, SampleBatch
+from .scoring import lm_head_from_model, score_support
 
 _VIRTUAL_TOKENS = "Adapters that add virtual tokens (prompt tuning, prefix tuning) cannot be replayed."
 
 
 @dataclass
 class ReplayBatch:
-    """The scored positions of one model call with `input_ids` of shape `[B, S]`.
+    """What one model call with `input_ids` of shape `[B, S]` is to score.
 
     Attributes:
-        shape: `(B, S)`.
-        positions: `[N]` int64, into the flattened `[B, S - 1]` next-token predictions.
-        sampled_ids: `[N]` int64, the tokens that were drawn there.
-        support: their `N` supports.
+        layout: the scored tokens and their supports.
         temperature: softmax temperature of the sampler.
-        outputs: names of the scores to compute; `log_probs` and `entropy` say which of them fill those fields.
+        log_probs, entropy: names of the scores that fill these fields of the output; `None` for no entropy.
+        extra: names of further scores.
     """
 
-    shape: tuple[int, int]
-    positions: torch.Tensor
-    sampled_ids: torch.Tensor
-    support: SupportCSR
+    layout: BatchLayout
     temperature: float
     log_probs: str
-    entropy: str | None
+    entropy: str | None = None
     extra: tuple[str, ...] = ()
 
     @property
     def outputs(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys([self.log_probs, *([self.entropy] if self.entropy else []), *self.extra]))
-
-    @classmethod
-    def build(
-        cls,
-        samples: Sequence[Trace],
-        shape: tuple[int, int],
-        completion_length: int,
-        device: torch.device,
-        **scores: Any,
-    ) -> ReplayBatch:
-        """Align samples with a batch whose completions fill the last `completion_length` columns, padded on the right.
-
-        Args:
-            samples: `B` recorded completions.
-            shape: `(B, S)` of the input ids.
-            completion_length: number of completion columns.
-            device: where the model runs.
-            scores: `temperature`, `log_probs`, `entropy`, `extra`.
-        """
-        num_samples, length = shape
-        if len(samples) != num_samples:
-            raise ValueError(f"{len(samples)} recorded samples for a batch of {num_samples} rows.")
-        positions, sampled, rows = [], [], []
-        for b, sample in enumerate(samples):
-            if len(sample.completion_ids) > completion_length:
-                raise ValueError(f"Sample {b} has {len(sample.completion_ids)} tokens in {completion_length} columns.")
-            scored = np.flatnonzero(sample.loss_mask)
-            # The token in column c is predicted at column c - 1.
-            positions.append(b * (length - 1) + (length - completion_length) - 1 + scored)
-            sampled.append(sample.completion_ids[scored])
-            rows.append(sample.supports[scored])
-        supports = SupportRows.concatenate(rows)
-        return cls(
-            shape=shape,
-            positions=torch.from_numpy(np.concatenate(positions)).to(device, non_blocking=True),
-            sampled_ids=torch.from_numpy(np.concatenate(sampled).astype(np.int64)).to(device, non_blocking=True),
-            support=SupportCSR.from_numpy(supports.token_ids, supports.offsets, device=device),
-            **scores,
-        )
 
 
 @dataclass
@@ -154,37 +108,31 @@ def _score(model: PreTrainedModel, replay: ReplayBatch, kwargs: dict[str, Any]) 
     # Looked up at each call: FSDP and PEFT replace modules after the head was added.
     backbone = model.base_model(**kwargs)
     hidden = backbone.last_hidden_state  # [B, S, H]
-    num_samples, length = replay.shape
-    if hidden.shape[:2] != replay.shape:
+    layout, positions = replay.layout, replay.layout.positions
+    if hidden.shape[:2] != layout.shape:
         raise ValueError(
-            f"The model returned hidden states for {tuple(hidden.shape[:2])} positions where {replay.shape} were "
+            f"The model returned hidden states for {tuple(hidden.shape[:2])} positions where {layout.shape} were "
             f"expected. {_VIRTUAL_TOKENS}"
         )
-    targets = input_ids[:, 1:].reshape(-1)
+    targets = input_ids.flatten()[positions.states + 1]
     torch._assert_async(
-        (targets[replay.positions] == replay.sampled_ids).all(), "the supports belong to other tokens than the batch's"
+        (targets == positions.sampled_ids).all(), "the supports belong to other tokens than the batch's"
     )
-    hidden = hidden[:, :-1].reshape(-1, hidden.shape[-1])[replay.positions]  # [N, H]
     # The scorer chooses its own precision; under autocast its products would fall back to half.
     with torch.autocast(hidden.device.type, enabled=False):
         scores = score_support(
-            hidden,
+            hidden.flatten(0, 1)[positions.states],  # [N, H]
             lm_head_from_model(model),
-            replay.sampled_ids,
-            replay.support,
+            positions.sampled_ids,
+            layout.support,
             temperature=replay.temperature,
             outputs=replay.outputs,
             empty_rows="full",
         )
-
-    def spread(values: torch.Tensor) -> torch.Tensor:
-        grid = values.new_zeros(num_samples * (length - 1)).index_copy(0, replay.positions.to(values.device), values)
-        return grid.view(num_samples, length - 1)
-
     return ReplayOutput(
-        log_probs=spread(getattr(scores, replay.log_probs)),
-        entropy=spread(getattr(scores, replay.entropy)) if replay.entropy else None,
-        extra=tuple(spread(getattr(scores, name)) for name in replay.extra) or None,
+        log_probs=layout.spread(getattr(scores, replay.log_probs)),
+        entropy=layout.spread(getattr(scores, replay.entropy)) if replay.entropy else None,
+        extra=tuple(layout.spread(getattr(scores, name)) for name in replay.extra) or None,
         aux_loss=_load_balancing_loss(config, backbone, kwargs) if kwargs.get("output_router_logits") else None,
     )
 
@@ -202,7 +150,7 @@ def _load_balancing_loss(config: Any, backbone: Any, kwargs: dict[str, Any]) -> 
 class ReplayCaller:
     """Stands in for the model while TRL scores a batch in chunks, and tells each call which supports are its own."""
 
-    def __init__(self, model: Any, samples: list[Trace], completion_length: int, **scores: Any):
+    def __init__(self, model: Any, samples: SampleBatch, completion_length: int, **scores: Any):
         self._model = model
         self._samples = samples
         self._completion_length = completion_length
@@ -213,14 +161,9 @@ class ReplayCaller:
     def __call__(self, **kwargs: Any) -> Any:
         input_ids = kwargs["input_ids"]
         start, self._cursor = self._cursor, self._cursor + input_ids.shape[0]
-        batch = ReplayBatch.build(
-            self._samples[start : self._cursor],
-            tuple(input_ids.shape),
-            self._completion_length,
-            input_ids.device,
-            **self._scores,
-        )
-        output = self._model(**kwargs, replay=batch)
+        shape = (input_ids.shape[0], input_ids.shape[1])
+        layout = self._samples.layout(start, shape, self._completion_length, input_ids.device)
+        output = self._model(**kwargs, replay=ReplayBatch(layout, **self._scores))
         self._extra.append(output.extra)
         return output
 
@@ -235,11 +178,3 @@ class ReplayCaller:
             name: torch.cat([extra[i] for extra in self._extra if extra is not None])[:, -completion_length:]
             for i, name in enumerate(names)
         }
-
-
-def recorded_mask(samples: Sequence[Trace], shape: Sequence[int]) -> torch.Tensor:
-    """`[B, T]` bool: loss-bearing tokens with a recorded support."""
-    mask = np.zeros(tuple(shape), dtype=bool)
-    for b, sample in enumerate(samples):
-        mask[b, : len(sample.loss_mask)] = sample.loss_mask & (sample.supports.sizes > 0)
-    return torch.from_numpy(mask)

@@ -17,6 +17,7 @@ from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel
 from trl.trainer.utils import get_config_model_id
 
+from .batch_layout import SampleBatch
 from .contract import check_contract
 from .engines import engine_builder
 from .environment import check_supported
@@ -178,12 +179,14 @@ class ReplayTrainer(RecordedGeneration, GapChecks, PublishesTraces, _TRLTrainer)
         Args:
             batch: what `_generate_and_score_completions` returned, or an empty dictionary.
         """
-        with self._opened(ScoringPass("rescore", batch.get(SAMPLES), batch)):
+        samples = SampleBatch.of(batch[SAMPLES]) if SAMPLES in batch else None
+        with self._opened(ScoringPass("rescore", samples, batch)):
             yield
 
     def _loss_pass(self, inputs: dict[str, Any]) -> ScoringPass:
         # A copy: TRL gives the same dictionary again in the batch's next iteration.
-        return ScoringPass("loss", inputs[SAMPLES], LossInputs(inputs, self._entries_completed_by_the_loss()))
+        samples = SampleBatch.of(inputs[SAMPLES])
+        return ScoringPass("loss", samples, LossInputs(inputs, self._entries_completed_by_the_loss()))
 
     def _entries_completed_by_the_loss(self) -> tuple[str, ...]:
         """Entries of a batch that `_scored` completes in a loss."""
@@ -193,6 +196,8 @@ class ReplayTrainer(RecordedGeneration, GapChecks, PublishesTraces, _TRLTrainer)
         inputs = super()._prepare_inputs(generation_batch)
         if not self.model.training or SAMPLES not in inputs:
             return inputs
+        # In the batch that TRL keeps for its next iteration, so that layouts are kept too.
+        inputs[SAMPLES] = SampleBatch.of(inputs[SAMPLES])
         # Open until the end of `training_step`: a subclass may compute its loss by any method.
         self._pass = self._loss_pass(inputs)
         return self._pass.inputs

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from .batch_layout import BatchLayout
 from .contract import UnreplayableSettingError
 from .model_probe import Probe
 from .noise import refuse_neftune, silence
@@ -86,15 +87,7 @@ def replayed_scores(model: Any, traces: list[Trace]) -> tuple[torch.Tensor, torc
     """Log-probs of all tokens by the replay head: over the supports, and over the vocabulary."""
     ids = torch.tensor([[*t.prompt_ids.tolist(), *t.completion_ids.tolist()] for t in traces])
     ids = ids.to(next(p.device for p in model.parameters() if not p.is_meta))
-    batch = ReplayBatch.build(
-        traces,
-        (ids.shape[0], ids.shape[1]),
-        len(traces[0].completion_ids),
-        ids.device,
-        temperature=1.0,
-        log_probs="logprobs",
-        entropy=None,
-        extra=("full_logprobs",),
-    )
+    layout = BatchLayout.build(traces, (ids.shape[0], ids.shape[1]), len(traces[0].completion_ids), ids.device)
+    batch = ReplayBatch(layout, temperature=1.0, log_probs="logprobs", extra=("full_logprobs",))
     output = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, replay=batch)
     return output.log_probs, output.extra[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from .batch_layout import first_columns
 from .routing import RouteBatch, RouteMetrics, RouterReplay
 from .traces.columns import Trace
 from .traces.routes import RoutedExperts, RoutesError
@@ -61,7 +62,7 @@ class RouteSessions:
             batch_size: samples a forward.
         """
         routes = _routes_of(samples)
-        starts = [width - completion_length - len(sample.prompt_ids) for sample in samples]
+        starts = first_columns(samples, width, completion_length)
         self.of(model).open(*RouteBatch.from_samples(routes, starts, width).split(batch_size))
 
     def close(self, model: Any) -> RouteMetrics | None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from .replay_head import recorded_mask
+from .batch_layout import recorded_mask
 from .replay_metrics import GatherRow, Metric, largest, mean, over_processes
 from .traces.columns import Trace
 

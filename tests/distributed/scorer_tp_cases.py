@@ -21,7 +21,7 @@ from trl_support_replay.scoring import (
     score_support,
     score_support_from_logits,
 )
-from trl_support_replay.scoring.support_scores import OUTPUTS
+from trl_support_replay.scoring.arguments import OUTPUTS
 
 VOCAB, WIDTH, TEMPERATURE = 53, 6, 0.8
 SUPPORT = ("logprobs", "support_entropy")

@@ -14,13 +14,13 @@ from trl_support_replay.scoring import (
     LoRAFactors,
     SupportCSR,
     blocks,
-    full_projection,
     plan,
     score_support,
     score_support_from_logits,
+    tile_pairs,
 )
+from trl_support_replay.scoring.arguments import FULL_OUTPUTS, OUTPUTS
 from trl_support_replay.scoring.precision import full_precision
-from trl_support_replay.scoring.support_scores import FULL_OUTPUTS, OUTPUTS
 
 
 @pytest.mark.parametrize("implementation", ["auto", "union", "reference"])
@@ -239,8 +239,8 @@ def test_supports_of_many_sizes_span_all_blocks_and_tiles(implementation, output
     monkeypatch.setattr(plan, "BLOCK_ROWS", {"cpu": 5})
     monkeypatch.setattr(plan, "TILE_COLUMNS", 7)
     monkeypatch.setattr(blocks, "BUFFER_BYTES", 256)
-    monkeypatch.setattr(full_projection, "TILE_TOKENS", 6)
-    monkeypatch.setattr(full_projection, "TILE_VOCAB", 11)
+    monkeypatch.setattr(tile_pairs, "TILE_TOKENS", 6)
+    monkeypatch.setattr(tile_pairs, "TILE_VOCAB", 11)
     hidden, weight = head_and_states(64, 8, 60, dtype=torch.float64)
     # Dense rows, then narrow ones, the whole vocabulary, and none.
     sampled, rows = random_rows(64, 60, max_size=60)
@@ -320,16 +320,6 @@ def test_other_devices_are_refused_by_name():
     for name in ("mps", "xpu"):
         with pytest.raises(ValueError, match=f"cannot be scored on '{name}'.* cpu and cuda devices"):
             plan.make_plan(np.array([1, 2]), np.array([0, 2]), 0, 5, kernel="union", device=torch.device(name))
-
-
-def test_supports_from_device_tensors_equal_those_from_lists():
-    hidden, weight = head_and_states()
-    sampled, rows = random_rows(12, 50)
-    made = SupportCSR.from_lists(rows)
-    given = SupportCSR(made.token_ids.int(), made.offsets)
-    a = score_support(hidden, LMHead(weight), torch.tensor(sampled), made)
-    b = score_support(hidden, LMHead(weight), torch.tensor(sampled, dtype=torch.int32), given)
-    assert torch.equal(a.logprobs, b.logprobs)
 
 
 @pytest.mark.parametrize(

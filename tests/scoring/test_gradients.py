@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.scoring.oracle import oracle_scores
 from trl_support_replay.scoring import LMHead, LoRAFactors, SupportCSR, score_support
-from trl_support_replay.scoring.support_scores import OUTPUTS
+from trl_support_replay.scoring.arguments import OUTPUTS
 
 FAST = ("union", "sparse")
 

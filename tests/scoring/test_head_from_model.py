@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.parts import require
 from trl_support_replay.scoring import SupportCSR, lm_head_from_model, score_support
-from trl_support_replay.scoring.support_scores import OUTPUTS
+from trl_support_replay.scoring.arguments import OUTPUTS
 
 from .oracle import scores_from_logits
 

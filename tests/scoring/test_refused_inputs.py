@@ -15,7 +15,7 @@ from trl_support_replay.scoring import (
     score_support,
     score_support_from_logits,
 )
-from trl_support_replay.scoring.support_scores import _plan
+from trl_support_replay.scoring.arguments import plan_for
 from trl_support_replay.traces.support import SupportRows
 
 
@@ -57,9 +57,8 @@ def test_impossible_supports_are_refused(rows, sampled, message):
 
 
 def test_candidates_beyond_the_head_are_found_without_reading_the_device():
-    sampled = torch.zeros(2, dtype=torch.long, device="meta")
     with pytest.raises(ValueError, match="row 1 has id 50; the head has ids 0 to 49"):
-        _plan(SupportCSR.from_lists([[0, 1], [0, 50]]), None, 50, sampled, "union")
+        plan_for(SupportCSR.from_lists([[0, 1], [0, 50]]), None, 50, "union")
 
 
 def test_arguments_of_another_type_are_named():

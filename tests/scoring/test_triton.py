@@ -54,11 +54,11 @@ def test_kernels_compile_for_a_gpu(dtype, capability, tmp_path, monkeypatch):
 
 
 def test_triton_is_not_taken_on_a_cpu():
-    from trl_support_replay.scoring.support_scores import _kernel
+    from trl_support_replay.scoring.arguments import choose_kernel
 
     weight = torch.zeros(3, 2)
-    assert _kernel("auto", weight, weight) == "sparse"
-    assert _kernel("auto", weight, weight.bfloat16()) == "union"
+    assert choose_kernel("auto", weight, weight) == "sparse"
+    assert choose_kernel("auto", weight, weight.bfloat16()) == "union"
 
 
 def test_triton_on_a_cpu_is_refused(monkeypatch):

@@ -29,8 +29,7 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-@pytest.fixture(scope="session")
-def tiny_model_path(tmp_path_factory):
+def save_tiny_model(path) -> str:
     """A Llama with 2 layers, 99 characters and sharp logits, so that truncation cuts something."""
     tokenizer = character_tokenizer()
     torch.manual_seed(0)
@@ -51,10 +50,14 @@ def tiny_model_path(tmp_path_factory):
     )
     with torch.no_grad():
         model.lm_head.weight.mul_(20)
-    path = tmp_path_factory.mktemp("models") / "tiny-chars"
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return str(path)
+
+
+@pytest.fixture(scope="session")
+def tiny_model_path(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("models") / "tiny-chars")
 
 
 def sums(n: int = 32) -> Dataset:

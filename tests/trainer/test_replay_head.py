@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.parts import require
 from trl_support_replay import UnreplayableSettingError
+from trl_support_replay.batch_layout import BatchLayout
 from trl_support_replay.replay_head import ReplayBatch, add_replay_head
 from trl_support_replay.traces.columns import Trace
 from trl_support_replay.traces.support import SupportRows
@@ -42,9 +43,8 @@ def batch():
     ids = np.arange(3, 12, dtype=np.int32)
     rows = SupportRows.from_ragged([[int(i), 20, 21] for i in ids[5:]])
     trace = Trace(ids[:5], ids[5:], np.ones(4, bool), np.full(4, -1, np.float32), rows)
-    batch = ReplayBatch.build(
-        [trace], (1, 9), 4, torch.device("cpu"), temperature=1.0, log_probs="logprobs", entropy=None
-    )
+    layout = BatchLayout.build([trace], (1, 9), 4, torch.device("cpu"))
+    batch = ReplayBatch(layout, temperature=1.0, log_probs="logprobs")
     return torch.from_numpy(ids.astype(np.int64))[None], batch
 
 

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..batch_layout import BatchLayout, first_columns, padded_batch
 from ..model_probe import Probe
 from ..routing import RouteBatch, RouteMetrics, RouterReplay, has_experts
-from ..scoring import SupportCSR, lm_head_from_model, score_candidates, score_support
+from ..scoring import lm_head_from_model, score_candidates, score_support
 from ..traces.columns import Trace
 from ..traces.multimodal import check_no_placeholders
 from ..traces.support import SupportRows
@@ -89,24 +90,6 @@ class TokenScores:
     support_entropy: np.ndarray
     candidates: np.ndarray
     agreement: float | None = None
-
-
-def padded_batch(traces: Sequence[Trace]) -> tuple[np.ndarray, np.ndarray, int]:
-    """Traces as one batch: prompts padded on the left to `P` columns, completions on the right to `T`.
-
-    Returns:
-        Ids and attention mask, `[B, P + T]` int64, and `P`.
-    """
-    prompt = max(len(t.prompt_ids) for t in traces)
-    completion = max(max(len(t.completion_ids) for t in traces), 1)
-    ids = np.zeros((len(traces), prompt + completion), np.int64)
-    mask = np.zeros_like(ids)
-    for b, trace in enumerate(traces):
-        row = np.concatenate([trace.prompt_ids, trace.completion_ids])
-        first = prompt - len(trace.prompt_ids)
-        ids[b, first : first + len(row)] = row
-        mask[b, first : first + len(row)] = 1
-    return ids, mask, prompt
 
 
 def routes_for(traces: Sequence[Trace], model: Any) -> tuple[bool, str]:
@@ -190,34 +173,33 @@ class TokenScorer:
         self, tokens: RecordedTokens, chosen: Sequence[int], replay_routes: bool
     ) -> tuple[dict[str, np.ndarray], RouteMetrics | None]:
         traces = [tokens.traces[b] for b in chosen]
-        ids, mask, prompt = padded_batch(traces)
+        ids, mask, completion_length = padded_batch(traces)
         device = next(self._causal.parameters()).device
         inputs = {"input_ids": torch.from_numpy(ids).to(device), "attention_mask": torch.from_numpy(mask).to(device)}
         routes = None
         if replay_routes:
             self._replay = self._replay or RouterReplay(self._causal)
-            starts = [prompt - len(trace.prompt_ids) for trace in traces]
+            starts = first_columns(traces, ids.shape[1], completion_length)
             batch = RouteBatch.from_samples([t.routes for t in traces if t.routes is not None], starts, ids.shape[1])
             with self._replay.scope(batch) as scope:
                 hidden = self._causal.base_model(**inputs, use_cache=False).last_hidden_state  # [B, P + T, H]
             routes = scope.metrics
         else:
             hidden = self._causal.base_model(**inputs, use_cache=False).last_hidden_state
-        rows = [np.flatnonzero(tokens.trace == b) for b in chosen]
-        here = np.concatenate(rows)
-        sample = np.repeat(np.arange(len(chosen)), [len(row) for row in rows])
-        # The token in column c is predicted at column c - 1.
-        columns = prompt - 1 + tokens.position[here]
-        hidden = hidden[torch.from_numpy(sample).to(device), torch.from_numpy(columns).to(device)]  # [n, H]
-        supports = tokens.supports[here]
-        csr = SupportCSR.from_numpy(supports.token_ids, supports.offsets, device=device)
-        head = lm_head_from_model(self._causal)
-        sampled = torch.from_numpy(ids[sample, columns + 1]).to(device)
+        scored = [tokens.position[tokens.trace == b] for b in chosen]
+        layout = BatchLayout.build(traces, (len(traces), ids.shape[1]), completion_length, device, scored)
+        hidden, head = hidden.flatten(0, 1)[layout.positions.states], lm_head_from_model(self._causal)  # [n, H]
         scores = score_support(
-            hidden, head, sampled, csr, temperature=self._temperature, outputs=_OUTPUTS, empty_rows="full"
+            hidden,
+            head,
+            layout.positions.sampled_ids,
+            layout.support,
+            temperature=self._temperature,
+            outputs=_OUTPUTS,
+            empty_rows="full",
         )
         found = {name: getattr(scores, name) for name in _OUTPUTS}
-        found["candidates"] = score_candidates(hidden, head, csr, temperature=self._temperature)
+        found["candidates"] = score_candidates(hidden, head, layout.support, temperature=self._temperature)
         return {name: values.double().cpu().numpy() for name, values in found.items()}, routes
 
 

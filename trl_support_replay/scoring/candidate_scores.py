@@ -62,11 +62,11 @@ def _score(hidden: torch.Tensor, head: LMHead, support: SupportCSR, temperature:
         maximum, sum_exp, _ = SegmentStatistics.apply(logits, plan.pair_rows, plan.row_offsets)
         logprobs = logits - (maximum + sum_exp.log())[plan.pair_rows]
     # The plan sorts rows by size and candidates by id; both orders are of the same (token, candidate) pairs.
-    sizes = np.diff(support.host_offsets)
+    sizes = np.diff(support.offsets)
     rows = np.repeat(np.arange(len(sizes)), sizes)
-    places = np.lexsort((support.host_token_ids, rows))
+    places = np.lexsort((support.token_ids, rows))
     places = places[sizes[rows[places]] > 1]
-    order = np.lexsort((plan.host_pair_ids, plan.host_rows[plan.host_pair_rows]))
+    order = np.lexsort((plan.host_pair_ids, plan.pair_tokens))
     result = logprobs.new_zeros(len(rows))
     result[torch.from_numpy(places).to(result.device)] = logprobs[torch.from_numpy(order).to(result.device)]
     return result

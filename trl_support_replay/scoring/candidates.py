@@ -1,7 +1,8 @@
-"""`SupportCSR`: the candidates of each token, on a device, with the plan by which they are projected."""
+"""`SupportCSR`: the candidates of each token, with the plan by which they are projected."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,30 +10,31 @@ from typing import Any
 import numpy as np
 import torch
 
-from .plan import CandidatePlan, check_unique, make_plan, to_device
+from .plan import CandidatePlan, make_plan, to_device
 
 
 @dataclass(frozen=True, eq=False)
 class SupportCSR:
-    """Supports of `N` tokens in compressed sparse rows, on the device that scores them.
+    """Supports of `N` tokens in compressed sparse rows: host arrays, and a device that scores them.
 
-    Scoring follows a plan that is made from host arrays, so that no step of training waits for the device. Build it
-    with [`SupportCSR.from_numpy`]; one built from device tensors alone copies them to the host once.
+    Scoring follows a plan that is made from the host arrays when it is first needed, and then kept: keep the object for
+    as long as the same tokens are scored. Build it with [`SupportCSR.from_numpy`].
 
     Attributes:
         token_ids: `[nnz]` int32 or int64, candidate ids, each at most once in a row.
         offsets: `[N + 1]` int64, row `i` is `token_ids[offsets[i]:offsets[i + 1]]`. An empty row has no recorded
             support.
+        device: where the scores will be computed.
     """
 
-    token_ids: torch.Tensor
-    offsets: torch.Tensor
-    _host: dict[str, np.ndarray] = field(default_factory=dict, repr=False)
+    token_ids: np.ndarray
+    offsets: np.ndarray
+    device: torch.device
     _plans: dict[tuple[int, int, str], CandidatePlan] = field(default_factory=dict, repr=False)
 
     @classmethod
     def from_numpy(cls, token_ids: Any, offsets: Any, device: torch.device | str = "cpu") -> SupportCSR:
-        """Supports from host arrays.
+        """Supports from host arrays, which are not copied.
 
         Args:
             token_ids: `[nnz]` integers.
@@ -59,33 +61,30 @@ class SupportCSR:
         falls = np.flatnonzero(np.diff(ends) < 0)
         if len(falls):
             raise ValueError(f"offsets fall from {ends[falls[0]]} to {ends[falls[0] + 1]} at row {falls[0]}.")
-        return cls(to_device(ids, device), to_device(ends, device), _host={"token_ids": ids, "offsets": ends})
+        return cls(ids, ends, torch.device(device))
 
     @classmethod
     def from_lists(cls, rows: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> SupportCSR:
-        """Supports from one list of ids a token."""
+        """Supports from one list of ids per token."""
         offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
         ids = np.fromiter((v for row in rows for v in row), dtype=np.int64, count=int(offsets[-1]))
         return cls.from_numpy(ids, offsets, device)
 
     def __len__(self) -> int:
-        return self.offsets.shape[0] - 1
+        return len(self.offsets) - 1
 
-    @property
-    def device(self) -> torch.device:
-        return self.token_ids.device
+    @functools.cached_property
+    def num_empty(self) -> int:
+        """Rows without recorded support."""
+        return int((np.diff(self.offsets) == 0).sum())
 
-    @property
-    def host_token_ids(self) -> np.ndarray:
-        if "token_ids" not in self._host:
-            self._host["token_ids"] = self.token_ids.cpu().numpy()
-        return self._host["token_ids"]
-
-    @property
-    def host_offsets(self) -> np.ndarray:
-        if "offsets" not in self._host:
-            self._host["offsets"] = self.offsets.cpu().numpy()
-        return self._host["offsets"]
+    @functools.cached_property
+    def by_union(self) -> tuple[np.ndarray, torch.Tensor, SupportCSR]:
+        """The sorted distinct ids (int64, on the host and on the device), and the rows as places among them."""
+        ids, places = np.unique(self.token_ids, return_inverse=True)
+        ids = ids.astype(np.int64)
+        union = to_device(torch.from_numpy(ids), self.device)
+        return ids, union, SupportCSR(places, self.offsets, self.device)
 
     def take(self, rows: np.ndarray) -> SupportCSR:
         """The rows at some indices, in their order.
@@ -93,51 +92,46 @@ class SupportCSR:
         Args:
             rows: host integers.
         """
-        starts, sizes = self.host_offsets[rows], np.diff(self.host_offsets)[rows]
+        starts, sizes = self.offsets[rows], np.diff(self.offsets)[rows]
         offsets = np.concatenate([[0], np.cumsum(sizes)])
         source = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], sizes)
-        return SupportCSR.from_numpy(self.host_token_ids[source], offsets, self.device)
+        return SupportCSR.from_numpy(self.token_ids[source], offsets, self.device)
 
     def to(self, device: torch.device | str) -> SupportCSR:
-        """The same supports on another device."""
-        if torch.device(device) == self.device:
-            return self
-        return SupportCSR.from_numpy(self.host_token_ids, self.host_offsets, device)
+        """The same supports for another device."""
+        device = torch.device(device)
+        return self if device == self.device else SupportCSR(self.token_ids, self.offsets, device)
 
-    def validate(self, sampled_ids: Any, vocab_size: int) -> None:
-        """Check on the host that these are supports of these tokens. Rows without recorded support pass.
+    def explain(self, sampled_ids: torch.Tensor, vocab_size: int | None) -> None:
+        """Say which token was not sampled from its row, when scoring has found that one was not.
 
         Args:
-            sampled_ids: `[N]` integers, the token drawn from each row. Host arrays; device tensors are copied.
-            vocab_size: rows of the whole output head.
+            sampled_ids: `[N]` integers on the host, the token drawn from each row.
+            vocab_size: rows of the whole output head, where this process knows them.
 
         Raises:
-            ValueError: another number of tokens than rows, an id outside the vocabulary, an id twice in a row, or a
-                row without its sampled token.
+            ValueError: a sampled id outside the vocabulary, or a row without its sampled token.
         """
-        sampled = sampled_ids.cpu().numpy() if isinstance(sampled_ids, torch.Tensor) else np.asarray(sampled_ids)
-        if sampled.shape != (len(self),):
-            raise ValueError(f"{len(self)} supports for sampled_ids of shape {sampled.shape}.")
-        ids, offsets = self.host_token_ids.astype(np.int64), self.host_offsets
-        rows = np.repeat(np.arange(len(self)), np.diff(offsets))
-        self.check_range(vocab_size)
-        outside = np.flatnonzero((sampled < 0) | (sampled >= vocab_size))
-        if len(outside):
+        sampled, sizes = sampled_ids.numpy(), np.diff(self.offsets)
+        if vocab_size is not None and len(outside := np.flatnonzero((sampled < 0) | (sampled >= vocab_size))):
             raise ValueError(
                 f"sampled_ids[{outside[0]}] = {sampled[outside[0]]}; the head has ids 0 to {vocab_size - 1}."
             )
-        check_unique(rows, ids)
+        rows = np.repeat(np.arange(len(self)), sizes)
         hits = np.zeros(len(self), bool)
-        hits[rows[ids == sampled[rows]]] = True
-        missing = np.flatnonzero(~hits & (np.diff(offsets) > 0))
+        hits[rows[self.token_ids == sampled[rows]]] = True
+        missing = np.flatnonzero(~hits & (sizes > 0))
         if len(missing):
             row = missing[0]
-            size = offsets[row + 1] - offsets[row]
             raise ValueError(
-                f"Token {row} was sampled as id {sampled[row]}, which is not among the {size} ids of its support; so "
-                f"for {len(missing)} of {len(self)} tokens. Supports and tokens are shifted "
+                f"Token {row} was sampled as id {sampled[row]}, which is not among the {sizes[row]} ids of its "
+                f"support; so for {len(missing)} of {len(self)} tokens. Supports and tokens are shifted "
                 "against each other, or the support was recorded under other sampling settings."
             )
+
+    @functools.cached_property
+    def _extremes(self) -> tuple[int, int]:
+        return (int(self.token_ids.min()), int(self.token_ids.max())) if len(self.token_ids) else (0, -1)
 
     def check_range(self, vocab_size: int) -> None:
         """Check on the host that the head has all candidates.
@@ -148,11 +142,13 @@ class SupportCSR:
         Raises:
             ValueError: an id outside the vocabulary.
         """
-        ids = self.host_token_ids
-        outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
-        if len(outside):
-            row = np.searchsorted(self.host_offsets, outside[0], side="right") - 1
-            raise ValueError(f"Support row {row} has id {ids[outside[0]]}; the head has ids 0 to {vocab_size - 1}.")
+        least, largest = self._extremes
+        if least < 0 or largest >= vocab_size:
+            first = np.flatnonzero((self.token_ids < 0) | (self.token_ids >= vocab_size))[0]
+            row = np.searchsorted(self.offsets, first, side="right") - 1
+            raise ValueError(
+                f"Support row {row} has id {self.token_ids[first]}; the head has ids 0 to {vocab_size - 1}."
+            )
 
     def plan(self, start: int, stop: int, kernel: str) -> CandidatePlan:
         """The pairs whose candidate lies in `[start, stop)`, for one kind of product; made once, then kept.
@@ -162,7 +158,5 @@ class SupportCSR:
         """
         key = (start, stop, kernel)
         if key not in self._plans:
-            self._plans[key] = make_plan(
-                self.host_token_ids, self.host_offsets, start, stop, kernel=kernel, device=self.device
-            )
+            self._plans[key] = make_plan(self.token_ids, self.offsets, start, stop, kernel=kernel, device=self.device)
         return self._plans[key]

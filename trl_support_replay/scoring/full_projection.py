@@ -3,51 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
+from . import tile_pairs
 from .pair_projection import zero_matrix
-from .plan import to_device
 from .projection import Gradients, LogitTransform, Projection
 from .row_statistics import LEAST, RowStatistics
-
-TILE_TOKENS = 512
-TILE_VOCAB = 8192
-
-
-@dataclass(frozen=True)
-class TilePairs:
-    """Pairs whose projections are read off the tiles, sorted by tile.
-
-    Attributes:
-        order: `[P]` int64, place of each sorted pair in the caller's order.
-        rows, ids: `[P]` int64, token and local vocabulary row within the tile.
-        starts: `[tiles + 1]`, the pairs of tile `i * num_vocab_tiles + j`, `i` counting tokens and `j` vocabulary.
-    """
-
-    order: torch.Tensor
-    rows: torch.Tensor
-    ids: torch.Tensor
-    starts: list[int]
-
-    def of_tile(self, index: int) -> slice:
-        return slice(self.starts[index], self.starts[index + 1])
-
-    @classmethod
-    def build(
-        cls, rows: np.ndarray, ids: np.ndarray, num_tokens: int, num_vocab: int, device: torch.device
-    ) -> TilePairs:
-        """Args: `rows` and `ids` `[P]`, token and local vocabulary row of each pair."""
-        across = -(-num_vocab // TILE_VOCAB)
-        down = -(-num_tokens // TILE_TOKENS)
-        tile = rows // TILE_TOKENS * across + ids // TILE_VOCAB
-        order = np.argsort(tile, kind="stable")
-        starts = np.searchsorted(tile[order], np.arange(down * across + 1))
-        packed = to_device(np.stack([order, rows[order] % TILE_TOKENS, ids[order] % TILE_VOCAB]), device)
-        return cls(packed[0], packed[1], packed[2], starts.tolist())
+from .tile_pairs import TilePairs
 
 
 def project_vocabulary(
@@ -66,9 +30,9 @@ def project_vocabulary(
     picked = None if pairs is None else torch.empty(len(pairs.order), dtype=inputs.dtype, device=target.device)
     if len(inputs.hidden) == 0:
         return RowStatistics(maximum, sum_exp, sum_zexp, target), picked
-    for j, vocab in enumerate(vocab_spans := _spans(len(inputs.weight), TILE_VOCAB)):
+    for j, vocab in enumerate(vocab_spans := _spans(len(inputs.weight), tile_pairs.TILE_VOCAB)):
         head = _HeadRows(inputs, vocab)
-        for i, tokens in enumerate(_spans(len(inputs.hidden), TILE_TOKENS)):
+        for i, tokens in enumerate(_spans(len(inputs.hidden), tile_pairs.TILE_TOKENS)):
             projection, _, _ = head.project(inputs, tokens)  # [n, v]
             if pairs is not None and picked is not None:
                 here = pairs.of_tile(i * len(vocab_spans) + j)
@@ -121,12 +85,12 @@ def vocabulary_gradients(
         total.bias = torch.zeros_like(inputs.bias, dtype=dtype)
     grad_picked = None if grad_picked is None or pairs is None else grad_picked[pairs.order]
     constant = grad.sum_exp + grad.sum_zexp
-    for j, vocab in enumerate(vocab_spans := _spans(len(inputs.weight), TILE_VOCAB)):
+    for j, vocab in enumerate(vocab_spans := _spans(len(inputs.weight), tile_pairs.TILE_VOCAB)):
         head = _HeadRows(inputs, vocab)
         weight_sum, lora_sum = (
             None if x is None else torch.zeros_like(x[vocab], dtype=dtype) for x in (total.weight, total.lora_b)
         )
-        for i, tokens in enumerate(_spans(len(inputs.hidden), TILE_TOKENS)):
+        for i, tokens in enumerate(_spans(len(inputs.hidden), tile_pairs.TILE_TOKENS)):
             projection, states, low_rank = head.project(inputs, tokens)
             logits = transform(projection)
             shifted = (logits - maximum[tokens, None]).clamp_(min=LEAST)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from .full_projection import TilePairs, project_vocabulary, vocabulary_gradients
+from .full_projection import project_vocabulary, vocabulary_gradients
 from .pair_projection import add_pair_gradients, project_pairs
 from .plan import CandidatePlan
 from .precision import full_precision
@@ -45,12 +45,9 @@ class HeadProjection(torch.autograd.Function):
         # Statistics that only go into a log get no gradient, and cost nothing in backward.
         ctx.set_materialize_grads(False)
         inputs = Projection(*tensors)
-        tile_pairs = None
+        tile_pairs = plan.tile_pairs if whole_vocabulary else None
         with full_precision(inputs.hidden.device):
-            if whole_vocabulary:
-                rows = plan.host_rows[plan.host_pair_rows]
-                size = inputs.hidden.shape[0], inputs.weight.shape[0]
-                tile_pairs = TilePairs.build(rows, plan.host_pair_ids, *size, inputs.hidden.device)
+            if tile_pairs is not None:
                 statistics, pairs = project_vocabulary(inputs, transform, sampled, tile_pairs)
             else:
                 pairs = project_pairs(inputs, plan)

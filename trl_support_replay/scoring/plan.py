@@ -1,13 +1,23 @@
-"""`CandidatePlan`: which (token, candidate) pairs are projected, in which blocks, by which kind of product."""
+"""`CandidatePlan`: which (token, candidate) pairs are projected, in which blocks, by which kind of product.
+
+A plan is made on the host, by sorting one array of integers, and sent to the device by one copy.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from .blocks import Block, SparseBlock, UnionBlock, UnionTile
+from .tile_pairs import TilePairs
+
+Planned = TypeVar("Planned")
 
 # Tokens that share one union. A wide product wastes work on pairs that nobody asked for, a narrow one gathers rows more
 # often and has more overhead: that of launches on a GPU, so wider there.
@@ -38,10 +48,11 @@ class CandidatePlan:
         owned: `[N]` int64, how many of them lie in this shard.
         lone_rows: `[S]` int64, tokens whose only candidate lies in this shard.
         lone_ids: `[S]` int64, those candidates, relative to the shard's start.
-        num_ids: ids of the shard.
         union: `[U]` int64, sorted distinct candidates of the shard.
         blocks: cover all pairs, each once.
-        host_rows, host_pair_rows, host_pair_ids: NumPy copies, for what follows from them.
+        num_ids: ids of the shard.
+        pair_tokens: `[P]` int64 on the host, the token of each pair.
+        host_pair_ids: `[P]` int64 on the host, as `pair_ids`.
     """
 
     rows: torch.Tensor
@@ -53,16 +64,21 @@ class CandidatePlan:
     owned: torch.Tensor
     lone_rows: torch.Tensor
     lone_ids: torch.Tensor
-    num_ids: int
     union: torch.Tensor
     blocks: tuple[Block, ...]
-    host_rows: np.ndarray
-    host_pair_rows: np.ndarray
+    num_ids: int
+    pair_tokens: np.ndarray
     host_pair_ids: np.ndarray
 
     @property
     def num_pairs(self) -> int:
         return len(self.host_pair_ids)
+
+    @functools.cached_property
+    def tile_pairs(self) -> TilePairs:
+        """The pairs by tiles of a projection on the whole vocabulary."""
+        pairs = TilePairs.build(self.pair_tokens, self.host_pair_ids, len(self.sizes), self.num_ids)
+        return to_device(pairs, self.rows.device)
 
 
 def make_plan(
@@ -90,140 +106,204 @@ def make_plan(
     rows = rows[np.argsort(sizes[rows], kind="stable")]
     place = np.full(len(sizes), -1, dtype=np.int64)
     place[rows] = np.arange(len(rows))
-    tokens = np.repeat(np.arange(len(sizes)), sizes)
-    here = np.flatnonzero((ids >= start) & (ids < stop))
-    tokens, local_ids = tokens[here], ids[here].astype(np.int64) - start
-    paired = sizes[tokens] > 1
-    pair_rows, pair_ids = place[tokens[paired]], local_ids[paired]
-    order = np.lexsort((pair_ids, pair_rows))
-    pair_rows, pair_ids = pair_rows[order], pair_ids[order]
-    check_unique(rows[pair_rows], pair_ids + start)
-    row_offsets = np.searchsorted(pair_rows, np.arange(len(rows) + 1))
-    union, places = np.unique(pair_ids, return_inverse=True)
-    return CandidatePlan(
-        rows=to_device(rows, device),
-        pair_rows=to_device(pair_rows, device),
-        pair_ids=to_device(pair_ids, device),
-        row_offsets=to_device(row_offsets, device),
-        empty_rows=to_device(np.flatnonzero(sizes == 0), device),
-        sizes=to_device(sizes, device),
-        owned=to_device(np.bincount(tokens, minlength=len(sizes)), device),
-        lone_rows=to_device(tokens[~paired], device),
-        lone_ids=to_device(local_ids[~paired], device),
+    tokens, local_ids = np.repeat(np.arange(len(sizes)), sizes), ids.astype(np.int64) - start
+    inside = (local_ids >= 0) & (local_ids < stop - start)
+    if not inside.all():
+        tokens, local_ids = tokens[inside], local_ids[inside]
+    lone = np.flatnonzero(sizes[tokens] == 1)
+    # One number for each pair, so that one sort of integers brings them into order. Places of single ones are -1.
+    bits = max(stop - start - 1, 1).bit_length()
+    keys = np.sort((place[tokens] << bits) | local_ids)[len(lone) :]
+    pair_rows, pair_ids = keys >> bits, keys & ((1 << bits) - 1)
+    pair_tokens = rows[pair_rows]
+    _check_unique(keys, pair_tokens, pair_ids + start)
+    row_offsets = np.append(0, np.bincount(pair_rows, minlength=len(rows)).cumsum())
+    union, places = _distinct(pair_ids, stop - start)
+    plan = CandidatePlan(
+        rows=_tensor(rows),
+        pair_rows=_tensor(pair_rows),
+        pair_ids=_tensor(pair_ids),
+        row_offsets=_tensor(row_offsets),
+        empty_rows=_tensor(np.flatnonzero(sizes == 0)),
+        sizes=_tensor(sizes),
+        owned=_tensor(np.bincount(tokens, minlength=len(sizes))),
+        lone_rows=_tensor(tokens[lone]),
+        lone_ids=_tensor(local_ids[lone]),
+        union=_tensor(union),
+        blocks=tuple(_make_blocks(rows, row_offsets, pair_rows, pair_ids, places, union, kernel, device)),
         num_ids=stop - start,
-        union=to_device(union, device),
-        blocks=_make_blocks(rows, row_offsets, pair_rows, union, places, kernel, device),
-        host_rows=rows,
-        host_pair_rows=pair_rows,
+        pair_tokens=pair_tokens,
         host_pair_ids=pair_ids,
     )
+    return to_device(plan, device)
+
+
+def _distinct(ids: np.ndarray, num_ids: int) -> tuple[np.ndarray, np.ndarray]:
+    """Sorted distinct ids below `num_ids`, and the place of each id among them."""
+    seen = np.zeros(num_ids, dtype=bool)
+    seen[ids] = True
+    place = np.cumsum(seen) - 1
+    return np.flatnonzero(seen), place[ids]
+
+
+def _order(keys: np.ndarray, num_keys: int) -> np.ndarray:
+    """As `np.argsort(keys, kind="stable")` of int64 `keys` below `num_keys`, by the much faster sort of integers."""
+    bits = len(keys).bit_length()
+    if num_keys.bit_length() + bits > 62:
+        return np.argsort(keys, kind="stable")
+    return np.sort((keys << bits) | np.arange(len(keys))) & ((1 << bits) - 1)
+
+
+def _firsts(ordered: np.ndarray) -> np.ndarray:
+    """Bool, where each number of a sorted array occurs first. All are at least 0."""
+    return np.diff(ordered, prepend=-1) != 0
 
 
 def _make_blocks(
     rows: np.ndarray,
     row_offsets: np.ndarray,
     pair_rows: np.ndarray,
-    union: np.ndarray,
+    pair_ids: np.ndarray,
     places: np.ndarray,
+    union: np.ndarray,
     kernel: str,
     device: torch.device,
-) -> tuple[Block, ...]:
+) -> Iterator[Block]:
     def sparse(first: int, last: int) -> Block:
         pairs = slice(int(row_offsets[first]), int(row_offsets[last]))
-        of_rows = rows[first:last], row_offsets[first : last + 1], pair_rows[pairs] - first, places[pairs]
-        return _sparse_block(*of_rows, union, kernel, device)
+        of_rows = rows[first:last], row_offsets[first : last + 1], pair_rows[pairs] - first
+        return _sparse_block(*of_rows, pair_ids[pairs], places[pairs], union, kernel)
 
-    blocks: list[Block] = []
     step = BLOCK_ROWS[device.type]
+    starts = np.arange(0, len(rows), step)
+    stops = np.minimum(starts + step, len(rows))
+    # Distinct columns of each block, and the column of each pair in its own block, for all blocks at once.
+    block = pair_rows // step
+    keys = block * len(union) + places
+    order = _order(keys, len(starts) * len(union))
+    ordered = keys[order]
+    first_of = _firsts(ordered)
+    columns = ordered[first_of] % max(len(union), 1)
+    num_columns = np.bincount(block[order][first_of], minlength=len(starts))
+    column_offsets = np.append(0, num_columns.cumsum())
+    column = np.empty_like(keys)
+    column[order] = first_of.cumsum() - 1
+    column -= column_offsets[block]
+    cells = (pair_rows - block * step) * num_columns[block] + column
+    pair_offsets = row_offsets[np.append(starts, len(rows))]
+    cheaper = np.diff(pair_offsets) > num_columns * ((stops - starts) * CELL_COST + GATHER_COST)
     waiting = 0  # first row that no block covers yet
-    for first in range(0, len(rows), step):
-        last = min(first + step, len(rows))
-        pairs = slice(int(row_offsets[first]), int(row_offsets[last]))
-        columns, column = np.unique(places[pairs], return_inverse=True)
-        union_cost = len(columns) * ((last - first) * CELL_COST + GATHER_COST)
-        if kernel != "union" and len(column) <= union_cost:
-            continue
-        if waiting < first:
-            blocks.append(sparse(waiting, first))
-        cells = (pair_rows[pairs] - first, column)
-        blocks.append(_union_block(rows[first:last], pairs.start, *cells, columns, union, device))
-        waiting = last
+    for b in range(len(starts)) if kernel == "union" else np.flatnonzero(cheaper).tolist():
+        if waiting < starts[b]:
+            yield sparse(waiting, int(starts[b]))
+        pairs = slice(*pair_offsets[b : b + 2].tolist())
+        of_block = columns[slice(*column_offsets[b : b + 2].tolist())]
+        tiles = _tiles(of_block, union, pairs, column, cells)
+        yield UnionBlock(_tensor(rows[starts[b] : stops[b]]), tuple(tiles))
+        waiting = int(stops[b])
     if waiting < len(rows):
-        blocks.append(sparse(waiting, len(rows)))
-    return tuple(blocks)
+        yield sparse(waiting, len(rows))
 
 
-def _union_block(
-    tokens: np.ndarray,
-    first_pair: int,
-    pair_rows: np.ndarray,
-    pair_columns: np.ndarray,
-    columns: np.ndarray,
-    union: np.ndarray,
-    device: torch.device,
-) -> UnionBlock:
-    tiles = []
+def _tiles(
+    columns: np.ndarray, union: np.ndarray, pairs: slice, column: np.ndarray, cells: np.ndarray
+) -> Iterator[UnionTile]:
+    """One tile, if the block has no more than `TILE_COLUMNS` columns."""
+    if len(columns) <= TILE_COLUMNS:
+        every = np.arange(pairs.start, pairs.stop)
+        yield UnionTile(_tensor(union[columns]), _tensor(columns), _tensor(every), _tensor(cells[pairs]))
+        return
     for start in range(0, len(columns), TILE_COLUMNS):
         places = columns[start : start + TILE_COLUMNS]
-        inside = np.flatnonzero((pair_columns >= start) & (pair_columns < start + TILE_COLUMNS))
-        tiles.append(
-            UnionTile(
-                ids=to_device(union[places], device),
-                places=to_device(places, device),
-                pairs=to_device(first_pair + inside, device),
-                cells=to_device(pair_rows[inside] * len(places) + pair_columns[inside] - start, device),
-            )
-        )
-    return UnionBlock(to_device(tokens, device), tuple(tiles))
+        inside = pairs.start + np.flatnonzero((column[pairs] >= start) & (column[pairs] < start + TILE_COLUMNS))
+        rows = cells[inside] // len(columns)
+        within = rows * len(places) + column[inside] - start
+        yield UnionTile(_tensor(union[places]), _tensor(places), _tensor(inside), _tensor(within))
 
 
 def _sparse_block(
     tokens: np.ndarray,
     offsets: np.ndarray,
     pair_rows: np.ndarray,
+    pair_ids: np.ndarray,
     places: np.ndarray,
     union: np.ndarray,
     kernel: str,
-    device: torch.device,
 ) -> Block:
-    by_id = np.argsort(places, kind="stable")
-    columns, starts = np.unique(places[by_id], return_index=True)
-    id_offsets = np.append(starts, len(places))
+    by_id = _order(places, len(union))
+    in_order = places[by_id]
+    starts = np.flatnonzero(_firsts(in_order))
+    columns, id_offsets = in_order[starts], np.append(starts, len(places))
     pairs = slice(int(offsets[0]), int(offsets[-1]))
     shared = {
-        "tokens": to_device(tokens, device),
-        "row_offsets": to_device(offsets - offsets[0], device),
-        "pair_ids": to_device(union[places], device),
-        "ids": to_device(union[columns], device),
-        "places": to_device(columns, device),
-        "by_id": to_device(by_id, device),
+        "tokens": _tensor(tokens),
+        "row_offsets": _tensor(offsets - offsets[0]),
+        "pair_ids": _tensor(pair_ids),
+        "ids": _tensor(union[columns]),
+        "places": _tensor(columns),
+        "by_id": _tensor(by_id),
     }
     if kernel == "sparse":
-        return SparseBlock(**shared, pairs=pairs, id_offsets=id_offsets, rows_by_id=to_device(pair_rows[by_id], device))
+        return SparseBlock(**shared, pairs=pairs, id_offsets=id_offsets, rows_by_id=_tensor(pair_rows[by_id]))
     from .kernels_triton import TritonBlock
 
     return TritonBlock(
         **shared,
         pairs=pairs,
-        id_offsets=to_device(id_offsets, device),
-        pair_tokens=to_device(tokens[pair_rows], device),
-        tokens_by_id=to_device(tokens[pair_rows[by_id]], device),
-        in_order=to_device(np.arange(len(places)), device),
+        id_offsets=_tensor(id_offsets),
+        pair_tokens=_tensor(tokens[pair_rows]),
+        tokens_by_id=_tensor(tokens[pair_rows[by_id]]),
+        in_order=_tensor(np.arange(len(places))),
     )
 
 
-def check_unique(rows: np.ndarray, ids: np.ndarray) -> None:
-    """Raises: ValueError: a row holds an id twice."""
-    order = np.lexsort((ids, rows))
-    rows, ids = rows[order], ids[order]
-    repeats = np.flatnonzero((rows[1:] == rows[:-1]) & (ids[1:] == ids[:-1]))
+def _check_unique(keys: np.ndarray, rows: np.ndarray, ids: np.ndarray) -> None:
+    repeats = np.flatnonzero(keys[1:] == keys[:-1])
     if len(repeats):
-        raise ValueError(f"Support row {rows[repeats[0]]} holds id {ids[repeats[0]]} more than once.")
+        first = repeats[np.argmin(rows[repeats])]
+        raise ValueError(f"Support row {rows[first]} holds id {ids[first]} more than once.")
 
 
-def to_device(array: np.ndarray, device: torch.device | str) -> torch.Tensor:
-    """A copy on the device, made without waiting for it."""
-    tensor = torch.from_numpy(np.array(array))
+def _tensor(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64))
+
+
+def to_device(item: Planned, device: torch.device | str) -> Planned:
+    """`item` with all its int64 tensors on the device, sent by one copy that nothing waits for.
+
+    Args:
+        item: a host tensor, or a dataclass or tuple that holds some, at any depth.
+    """
+    if torch.device(device).type == "cpu" or not (tensors := list(_tensors_of(item))):
+        return item
+    packed = torch.cat([tensor.flatten() for tensor in tensors])
     if torch.device(device).type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+        packed = packed.pin_memory()
+    parts = packed.to(device, non_blocking=True).split([tensor.numel() for tensor in tensors])
+    return _with_tensors(item, iter([part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]))
+
+
+def _tensors_of(item: Any) -> Iterator[torch.Tensor]:
+    if isinstance(item, torch.Tensor):
+        yield item
+    for part in _parts_of(item):
+        yield from _tensors_of(part)
+
+
+def _with_tensors(item: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    if isinstance(item, torch.Tensor):
+        return next(tensors)
+    if isinstance(item, tuple):
+        return tuple(_with_tensors(part, tensors) for part in item)
+    if dataclasses.is_dataclass(item) and not isinstance(item, type):
+        changed = {f.name: _with_tensors(getattr(item, f.name), tensors) for f in dataclasses.fields(item)}
+        return dataclasses.replace(item, **changed)
+    return item
+
+
+def _parts_of(item: Any) -> list[Any]:
+    if isinstance(item, tuple):
+        return list(item)
+    if dataclasses.is_dataclass(item) and not isinstance(item, type):
+        return [getattr(item, field.name) for field in dataclasses.fields(item)]
+    return []

@@ -7,31 +7,24 @@ with `z` the logits after scale, softcap and temperature, and `S` fixed.
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-import os
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch.distributed import ProcessGroup
 
+from .arguments import FULL_OUTPUTS, IMPLEMENTATIONS, check_arguments, choose_kernel, plan_for
 from .candidates import SupportCSR
 from .collectives import max_over_group, share_with_group, sum_over_group
 from .head_from_model import ModelHead
 from .head_projection import HeadProjection
 from .lm_head import LMHead, VocabShard
-from .plan import CandidatePlan, to_device
+from .plan import CandidatePlan
 from .precision import compute_dtype, full_precision
-from .projection import LogitTransform, Projection, check_temperature
+from .projection import LogitTransform, Projection
 from .reference import dense_projection, full_statistics
 from .row_statistics import RowStatistics, SegmentPick, SegmentStatistics
-
-OUTPUTS = ("logprobs", "support_entropy", "full_logprobs", "full_entropy", "log_mass")
-FULL_OUTPUTS = frozenset(("full_logprobs", "full_entropy", "log_mass"))
-IMPLEMENTATIONS = ("auto", "reference", "union", "sparse", "triton")
-EMPTY_ROWS = ("error", "full")
 
 
 @dataclass
@@ -94,7 +87,7 @@ def score_support(
             row, a sampled token that is not in its row. (On a GPU the last one is a device-side assertion, so as not to
             wait for the device; so is a candidate beyond a head that is split over ranks.)
     """
-    _check(hidden, sampled_ids, support, temperature, outputs, empty_rows)
+    check_arguments(hidden, sampled_ids, support, temperature, outputs, empty_rows)
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation='{implementation}' is not among {', '.join(IMPLEMENTATIONS)}.")
     settings = (temperature, tuple(outputs), implementation)
@@ -104,7 +97,8 @@ def score_support(
             "LMHead(weight)."
         )
     if isinstance(head, LMHead):
-        return _score(hidden, head, sampled_ids, support, *settings)
+        with _token_named(support, sampled_ids, head.weight.shape[0] if head.group is None else None):
+            return _score(hidden, head, sampled_ids, support, *settings)
 
     if implementation == "auto" and FULL_OUTPUTS.isdisjoint(outputs):
         fetched = _score_fetched(hidden, head, sampled_ids, support, *settings)
@@ -113,7 +107,8 @@ def score_support(
 
     def score(hidden: torch.Tensor, resolved: LMHead) -> tuple[torch.Tensor, ...]:
         device = hidden.device
-        scores = _score(hidden, resolved, sampled_ids.to(device), support.to(device), *settings)
+        with _token_named(support, sampled_ids, resolved.weight.shape[0] if resolved.group is None else None):
+            scores = _score(hidden, resolved, sampled_ids.to(device), support.to(device), *settings)
         return tuple(getattr(scores, name) for name in outputs)
 
     return SupportScores(**dict(zip(outputs, head.call(hidden, score), strict=True)))
@@ -129,20 +124,33 @@ def _score_fetched(
     implementation: str,
 ) -> SupportScores | None:
     """Scores by the union's head rows alone, fetched from where they are; `None` where the head is to be whole."""
-    ids, places = np.unique(support.host_token_ids, return_inverse=True)
-    needs_all = bool((np.diff(support.host_offsets) == 0).any())
-    found = head.fetch_rows(None if needs_all else ids)
+    ids, union, rows = support.by_union
+    found = head.fetch_rows(None if support.num_empty else ids)
     if found is None:
         return None
     device = found.weight.device
-    if sampled_ids.device.type == "cpu":
-        support.validate(sampled_ids, int(np.iinfo(np.int32).max))
-    union = to_device(ids.astype(np.int64), device)
+    if device != support.device:
+        _, union, rows = support.to(device).by_union
     sampled = sampled_ids.to(device).long()
     place = torch.searchsorted(union, sampled).clamp(max=max(len(ids) - 1, 0))
     place = torch.where(union[place] == sampled, place, -1) if len(ids) else place
-    rows = SupportCSR.from_numpy(places, support.host_offsets, device)
-    return _score(hidden.to(device), found, place, rows, temperature, outputs, implementation)
+    with _token_named(support, sampled_ids, None):
+        return _score(hidden.to(device), found, place, rows, temperature, outputs, implementation)
+
+
+@contextlib.contextmanager
+def _token_named(support: SupportCSR, sampled_ids: torch.Tensor, vocab_size: int | None) -> Iterator[None]:
+    """Name the first token that was not sampled from its row, once a block has found that there is one."""
+    try:
+        yield
+    except _UncountedTokenError:
+        if sampled_ids.device.type == "cpu":
+            support.explain(sampled_ids, vocab_size)
+        raise
+
+
+class _UncountedTokenError(ValueError):
+    """Candidates or sampled tokens that no shard has."""
 
 
 def _score(
@@ -157,8 +165,7 @@ def _score(
     if hidden.shape[1] != head.weight.shape[1]:
         raise ValueError(f"hidden has width {hidden.shape[1]} and the head's weight {head.weight.shape[1]}.")
     transform = LogitTransform(head.logit_scale, head.softcap, temperature)
-    kernel = _kernel(implementation, hidden, head.weight)
-    plan = _plan(support, head.shard, head.weight.shape[0], sampled_ids, kernel)
+    plan = plan_for(support, head.shard, head.weight.shape[0], choose_kernel(implementation, hidden, head.weight))
     with full_precision(hidden.device):
         hidden, low_rank, lora_b = _shared_inputs(hidden, head)
         if implementation == "reference":
@@ -194,14 +201,15 @@ def score_support_from_logits(
     Raises:
         ValueError: as [`score_support`].
     """
-    _check(logits, sampled_ids, support, temperature, outputs, empty_rows)
+    check_arguments(logits, sampled_ids, support, temperature, outputs, empty_rows)
     if shard is not None and shard.stop - shard.start != logits.shape[1]:
         raise ValueError(
             f"The vocabulary shard [{shard.start}, {shard.stop}) has {shard.stop - shard.start} rows and the logits "
             f"{logits.shape[1]} columns."
         )
-    plan = _plan(support, shard, logits.shape[1], sampled_ids, "union")
-    with full_precision(logits.device):
+    plan = plan_for(support, shard, logits.shape[1], "union")
+    whole = None if shard is not None and shard.group is not None else plan.num_ids
+    with full_precision(logits.device), _token_named(support, sampled_ids, whole):
         logits = logits.to(compute_dtype(logits)) / temperature
         return _score_dense(logits, sampled_ids, plan, shard, outputs)
 
@@ -329,76 +337,6 @@ def _log_normaliser(rows: RowStatistics) -> torch.Tensor:
     return rows.max + rows.sum_exp.log()
 
 
-def _kernel(implementation: str, hidden: torch.Tensor, weight: torch.Tensor) -> str:
-    """The kind of product that a plan is made for."""
-    device, dtype = weight.device.type, compute_dtype(hidden, weight)
-    can_sparse = device == "cpu" and weight.dtype == dtype
-    if implementation == "sparse" and not can_sparse:
-        raise ValueError(
-            f"implementation='sparse' needs a weight in {dtype} on a CPU, not {weight.dtype} on {weight.device}. Use "
-            "'union' or 'auto'."
-        )
-    interpreted = os.environ.get("TRITON_INTERPRET") == "1"  # on a CPU, for tests
-    if implementation == "triton" and not (_has_triton() and (device == "cuda" or interpreted)):
-        raise ValueError(
-            f"implementation='triton' needs the triton package and a weight on a CUDA device, not on {weight.device}. "
-            "Use 'union' or 'auto'."
-        )
-    if implementation == "auto":
-        return "sparse" if can_sparse else "triton" if device == "cuda" and _has_triton() else "union"
-    return "union" if implementation == "reference" else implementation
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-def _plan(
-    support: SupportCSR, shard: VocabShard | None, num_vocab: int, sampled_ids: torch.Tensor, kernel: str
-) -> CandidatePlan:
-    start, stop = (0, num_vocab) if shard is None else (shard.start, shard.stop)
-    if shard is None or shard.group is None:  # with several shards, all of them have to be asked
-        if sampled_ids.device.type == "cpu":
-            support.validate(sampled_ids, stop)
-        else:
-            support.check_range(stop)
-    return support.plan(start, stop, kernel)
-
-
-def _check(
-    inputs: torch.Tensor,
-    sampled_ids: torch.Tensor,
-    support: SupportCSR,
-    temperature: float,
-    outputs: Sequence[str],
-    empty_rows: str,
-) -> None:
-    if not isinstance(support, SupportCSR):
-        raise TypeError(
-            f"support is a {type(support).__name__}, not a SupportCSR. Make one: SupportCSR.from_numpy(token_ids, "
-            "offsets), or SupportCSR.from_lists(rows)."
-        )
-    if inputs.dim() != 2 or sampled_ids.shape != inputs.shape[:1] or len(support) != len(inputs):
-        raise ValueError(
-            f"Scoring needs one row of states, one sampled id and one support a token, not shapes "
-            f"{tuple(inputs.shape)} and {tuple(sampled_ids.shape)} and {len(support)} supports."
-        )
-    check_temperature(temperature)
-    unknown = [name for name in outputs if name not in OUTPUTS]
-    if unknown or not outputs:
-        raise ValueError(f"outputs={tuple(outputs)}: choose one or more among {', '.join(OUTPUTS)}.")
-    if empty_rows not in EMPTY_ROWS:
-        raise ValueError(f"empty_rows='{empty_rows}' is not among {', '.join(EMPTY_ROWS)}.")
-    if empty_rows == "error":
-        empty = np.flatnonzero(np.diff(support.host_offsets) == 0)
-        if len(empty):
-            raise ValueError(
-                f"{len(empty)} of {len(support)} tokens have no recorded support (first: token {empty[0]}). Leave them "
-                "out, or pass empty_rows='full' to score them over the whole vocabulary."
-            )
-
-
 def _check_counts(counts: torch.Tensor, plan: CandidatePlan) -> None:
     """Args: `counts` `[2, N]`, of `_local_counts`, summed over all shards."""
     wanted = torch.stack([plan.sizes, torch.ones_like(plan.sizes)])
@@ -414,4 +352,6 @@ def _check_counts(counts: torch.Tensor, plan: CandidatePlan) -> None:
         for row, message in zip(~right, messages, strict=True):
             tokens = row.nonzero().squeeze(1)
             if len(tokens):
-                raise ValueError(f"{message} First: token {tokens[0]}; so for {len(tokens)} of {len(row)} tokens.")
+                raise _UncountedTokenError(
+                    f"{message} First: token {tokens[0]}; so for {len(tokens)} of {len(row)} tokens."
+                )
