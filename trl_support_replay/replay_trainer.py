@@ -202,6 +202,8 @@ class ReplayTrainer(RecordedGeneration, GapChecks, PublishesTraces, _TRLTrainer)
         if SAMPLES not in inputs or (whole is not None and inputs is whole.inputs):
             return super()._compute_loss(model, inputs)
         # A part of the batch, or a changed copy of it, with the samples that it carries itself.
+        if whole is not None and isinstance(whole.inputs, LossInputs):
+            whole.inputs.check_part(inputs)
         with self._opened(self._loss_pass(inputs)) as part:
             loss = super()._compute_loss(model, part.inputs)
         part.check_scored(type(self).__name__)
@@ -238,6 +240,7 @@ class ReplayTrainer(RecordedGeneration, GapChecks, PublishesTraces, _TRLTrainer)
             return score(model)
         samples = current.recorded(type(self).__name__)
         reference = self._is_reference_pass(model)
+        policy = not reference and self._is_policy(model)  # neither: a model of the subclass's own, such as a teacher
         # Without truncation the distribution that was sampled from is the whole vocabulary's.
         full = not self.replays_support or (self._full_kl and reference)
         caller = ReplayCaller(
@@ -247,9 +250,10 @@ class ReplayTrainer(RecordedGeneration, GapChecks, PublishesTraces, _TRLTrainer)
             temperature=current.temperature or self.temperature,
             log_probs="full_logprobs" if full else "logprobs",
             entropy=f"{self._entropy_scope}_entropy" if compute_entropy else None,
-            extra=self._extra_scores(current, reference) if self.replays_support else (),
+            extra=self._extra_scores(current, not policy) if self.replays_support else (),
         )
-        routed = self.ref_model if model is self.ref_model else self.model
+        # The reference may be the policy itself, with its adapters off.
+        routed = self.model if policy or (reference and model is not self.ref_model) else model
         current.scoring = True
         try:
             if self.replays_routes and not current.live_routes and self._replays_routes_in(reference):
@@ -264,7 +268,8 @@ class ReplayTrainer(RecordedGeneration, GapChecks, PublishesTraces, _TRLTrainer)
             current.scoring = False
         if not torch.is_grad_enabled():
             self._routes.close(routed)  # a pass with gradients stays open until its backward is done
-        logps = self._scored(current, logps, caller.collected(logits_to_keep), reference)
+        if policy or reference:
+            logps = self._scored(current, logps, caller.collected(logits_to_keep), reference)
         return logps, entropies, aux_loss
 
     @property
@@ -320,6 +325,11 @@ class ReplayTrainer(RecordedGeneration, GapChecks, PublishesTraces, _TRLTrainer)
 
         layers = [m for m in self.model.modules() if isinstance(m, BaseTunerLayer)]
         return any(layer.disable_adapters or "ref" in layer.active_adapters for layer in layers)
+
+    def _is_policy(self, model: Any) -> bool:
+        # However it is wrapped, and whoever called it: it has the policy's parameters.
+        first = next(self.model.parameters())
+        return any(parameter is first for parameter in model.parameters())
 
     def _base_model(self) -> PreTrainedModel:
         model = self.accelerator.unwrap_model(self.model)
