@@ -6,10 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from trl.trainer.utils import add_fused_lm_head
 
 from trl_support_replay.audit import audit_traces
 from trl_support_replay.audit.gaps import PARTS
 from trl_support_replay.audit.token_scores import RecordedTokens, TokenScorer
+from trl_support_replay.replay_head import add_replay_head
 
 from .conftest import edited, sample
 
@@ -187,6 +189,31 @@ def test_parts_add_up_and_the_model_keeps_its_mode(moe, moved, dense):
     moved.train()
     audit_traces(sample(dense, num=2), moved)
     assert moved.training
+
+
+def test_parts_of_the_model_keep_modes_of_their_own(dense, moved):
+    moved.train()
+    moved.model.layers[0].eval()
+    audit_traces(sample(dense, num=2), moved)
+    assert moved.training and not moved.model.layers[0].training
+
+
+@pytest.mark.needs("peft")
+def test_a_model_that_transformers_gave_an_adapter(dense):
+    from peft import LoraConfig
+
+    model = copy.deepcopy(dense)
+    model.add_adapter(LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    source = sample(model)
+    assert not faults(audit_traces(source, model)) and faults(audit_traces(source, dense))
+
+
+def test_half_precision_is_tried_with_a_model_of_a_trainer(dense):
+    model = copy.deepcopy(dense)
+    add_fused_lm_head(model)  # as TRL and the trainer do: the copy of such a model would run the original
+    add_replay_head(model)
+    audit = audit_traces(sample(copy.deepcopy(dense).to(torch.bfloat16)), model)
+    assert faults(audit) == ["half_precision"] and "bfloat16" in audit.verdict
 
 
 def test_the_scorers_batches_do_not_matter(dense):

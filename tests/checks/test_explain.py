@@ -1,6 +1,5 @@
 """`explain` names a cause only when it was undone, and tells what was tried in vain."""
 
-import contextlib
 import copy
 from dataclasses import replace
 
@@ -51,7 +50,7 @@ def test_dropout_is_noise(dense, monkeypatch):  # noqa: F811
     model = copy.deepcopy(dense).train()
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.1
-    monkeypatch.setattr(token_scores, "_evaluating", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(token_scores, "evaluating", lambda _: torch.no_grad())
     said = explained(traces, model)
     assert said.startswith("The policy's own scores are noisy") and "lora_dropout" in said
 

@@ -24,6 +24,7 @@ from ..gap_causes import (
     try_shift,
     try_temperature,
 )
+from ..model_probe import causal_model
 from ..recorded_gaps import RecordedGaps
 from .gaps import Scored
 from .temperature import logprobs_at_temperature
@@ -182,7 +183,10 @@ def _half_precision(evidence: Evidence) -> Iterator[Attempt]:
     rest, scored = evidence.parts["numerics"], evidence.scores.closest.logprobs
     gap = _mean(rest)
     for dtype in (torch.bfloat16, torch.float16):
-        rounded = evidence.scorer.like(copy.deepcopy(model).to(dtype))
+        half_model = copy.deepcopy(model).to(dtype)
+        # A forward that was set on the model itself, as trainers do, would still run the model that was copied.
+        vars(causal_model(half_model)).pop("forward", None)
+        rounded = evidence.scorer.like(half_model)
         half = rounded.score(evidence.tokens, evidence.has_routes).logprobs
         left, size = _mean(half - evidence.tokens.recorded), _mean(half - scored)
         along = float(np.corrcoef(rest, scored - half)[0, 1])
