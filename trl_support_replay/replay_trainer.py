@@ -309,8 +309,10 @@ class ReplayTrainer(RecordedGeneration, GapChecks, PublishesTraces, _TRLTrainer)
                 done.check_scored(type(self).__name__)
                 self._log_scores(done)
             self._log_routes()
+            # DeepSpeed steps at the end of its backward.
+            same_weights = not (self.is_deepspeed_enabled and self.accelerator.sync_gradients)
             for replayed, batch in done.unchecked if done is not None else ():
-                self._check_replay(replayed, batch)
+                self._check_replay(replayed, batch, same_weights)
         finally:
             self._routes.discard()
             self._pass = None
