@@ -32,6 +32,23 @@ def test_truncation_only(dense):
     assert (audit.parts["routes"] == 0).all() and (audit.parts["staleness"] == 0).all()
 
 
+def test_rounding_is_what_a_trainer_takes_for_it(dense):
+    source = sample(dense)
+
+    def off(tokens):
+        def edit(trace):
+            values = trace.sampling_logprobs.copy()
+            values[tokens] += 3e-4
+            return replace(trace, sampling_logprobs=values)
+
+        return edit
+
+    # At one token of a completion in twelve; at every token.
+    rare = replace(source, traces=[off(slice(3, 4))(source.traces[0]), *source.traces[1:]])
+    assert faults(audit_traces(rare, dense)) == []
+    assert faults(audit_traces(edited(source, off(slice(None))), dense)) != []
+
+
 def test_no_gap(dense):
     audit = audit_traces(sample(dense, top_p=1.0), dense)
     assert audit.findings == [] and "no gap beyond rounding" in audit.verdict

@@ -26,6 +26,7 @@ from ..gap_causes import (
 )
 from ..model_probe import causal_model
 from ..recorded_gaps import RecordedGaps
+from ..replay_check import Tolerance
 from .gaps import Scored
 from .temperature import logprobs_at_temperature
 from .token_scores import RecordedTokens, TokenScorer
@@ -71,7 +72,7 @@ class Evidence:
         temperature: the one that the traces name.
         steps: `[N]` int64, the training step (or the shard) of each token.
         scorer: of the model that `scores.closest` comes from.
-        tolerance: largest gap in nats that counts as rounding.
+        tolerance: largest gap in nats that counts as rounding; of the mean gap a twentieth of it.
         has_routes: whether recorded experts were replayed.
     """
 
@@ -201,7 +202,7 @@ def _half_precision(evidence: Evidence) -> Iterator[Attempt]:
 
 def _other_steps(evidence: Evidence) -> Iterator[Attempt]:
     rest = np.abs(evidence.parts["numerics"])
-    fits = {int(s): rest[evidence.steps == s].max() <= evidence.tolerance for s in np.unique(evidence.steps)}
+    fits = {int(s): not _exceeds(rest[evidence.steps == s], evidence.tolerance) for s in np.unique(evidence.steps)}
     fitting = [step for step, fit in fits.items() if fit]
     if not fitting:
         return
@@ -220,4 +221,5 @@ def _mean(values: np.ndarray) -> float:
 
 
 def _exceeds(values: np.ndarray, tolerance: float) -> bool:
-    return bool(len(values)) and not np.abs(values).max() <= tolerance  # also true for NaN
+    bounds = Tolerance.choose(True, tolerance)
+    return bool(len(values)) and not (np.abs(values).max() <= bounds.max and _mean(values) <= bounds.mean)  # NaN: true
