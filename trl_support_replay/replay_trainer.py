@@ -22,6 +22,7 @@ from .engines import engine_builder
 from .environment import check_supported
 from .gap_checks import SAMPLES, GapChecks
 from .hub.publishing import PublishesTraces
+from .model_probe import causal_model
 from .passes import LossInputs, ScoringPass, UnscoredBatchError
 from .preflight import check_dataset, check_traces, own_generation_config
 from .processes import agreeing
@@ -240,7 +241,9 @@ class ReplayTrainer(RecordedGeneration, GapChecks, PublishesTraces, _TRLTrainer)
             return score(model)
         samples = current.recorded(type(self).__name__)
         reference = self._is_reference_pass(model)
-        policy = not reference and self._is_policy(model)  # neither: a model of the subclass's own, such as a teacher
+        policy = not reference and self._is_policy(model)
+        if not (policy or reference):
+            _check_has_head(model)  # a model of the subclass's own, such as a teacher
         # Without truncation the distribution that was sampled from is the whole vocabulary's.
         full = not self.replays_support or (self._full_kl and reference)
         caller = ReplayCaller(
@@ -336,3 +339,13 @@ class ReplayTrainer(RecordedGeneration, GapChecks, PublishesTraces, _TRLTrainer)
     def _base_model(self) -> PreTrainedModel:
         model = self.accelerator.unwrap_model(self.model)
         return model.get_base_model() if is_peft_model(model) else model
+
+
+def _check_has_head(model: Any) -> None:
+    inner = causal_model(model)
+    if "replay" not in inspect.signature(inner.forward).parameters:
+        raise UnscoredBatchError(
+            f"{type(inner).__name__} is neither the policy nor the reference of this trainer, and cannot score over "
+            "supports. Give it the head once, before it is wrapped: "
+            "trl_support_replay.replay_head.add_replay_head(model)."
+        )

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 from trl.experimental.gmpo import GMPOTrainer
 from trl.trainer.utils import split_tensor_dict
@@ -177,6 +178,16 @@ def test_scores_of_another_model_are_not_taken_for_the_policys(build, tiny_model
     assert trainer.state.log_history[0]["support/logprob_gap_max"] < 1e-4
     with pytest.raises(UnscoredBatchError, match="computed its loss without scoring the batch"):
         build(tiny_model_path, type("Only", (Teacher,), {"with_policy": False}), **HF).train()
+
+
+def test_another_model_needs_the_head(build, tiny_model_path):
+    class Teacher(SupportReplayGRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            with torch.no_grad():
+                scored(self, AutoModelForCausalLM.from_pretrained(tiny_model_path), inputs)
+
+    with pytest.raises(UnscoredBatchError, match="LlamaForCausalLM is neither the policy.*add_replay_head"):
+        build(tiny_model_path, Teacher, **HF).train()
 
 
 def test_a_loss_that_calls_the_model_by_itself_is_refused(build, tiny_model_path):

@@ -111,12 +111,15 @@ def padded_batch(traces: Sequence[Trace]) -> tuple[np.ndarray, np.ndarray, int]:
 
 def routes_for(traces: Sequence[Trace], model: Any) -> tuple[bool, str]:
     """Whether traces are to be scored through recorded experts, and a sentence that says so."""
-    recorded = bool(traces) and all(trace.routes is not None for trace in traces)
+    lacking = sum(trace.routes is None for trace in traces)
     if not has_experts(model):
         return False, "has no experts, so no routes are replayed"
-    if recorded:
+    if traces and not lacking:
         return True, "is scored through the recorded experts"
-    return False, "chooses the experts by its own routers, since the traces hold no routes; a gap may come from that"
+    hold = (
+        "the traces hold no routes" if lacking == len(traces) else f"{lacking} of {len(traces)} traces hold no routes"
+    )
+    return False, f"chooses the experts by its own routers, since {hold}; a gap may come from that"
 
 
 class TokenScorer:
