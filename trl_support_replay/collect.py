@@ -109,9 +109,12 @@ def collect_samples(
                 raise SupportError(f"{where}: token {token} is an observation, but its row is not empty.")
         _check_rows(rows, token_ids, vocab_size, where)
         values = [float("nan") if x is None else x for x in logprobs[b]]
-        unknown = np.flatnonzero((rows.sizes > 0) & [x is None for x in logprobs[b]])
+        unknown = np.flatnonzero((rows.sizes > 0) & ~np.isfinite(values))
         if len(unknown):
-            raise SupportError(f"{where}: token {unknown[0]} was sampled, and its log-prob is None. {_WHAT_TO_RETURN}")
+            value = logprobs[b][unknown[0]]
+            raise SupportError(
+                f"{where}: token {unknown[0]} was sampled, and its log-prob is {value}. {_WHAT_TO_RETURN}"
+            )
         unsupported = np.flatnonzero(mask & (rows.sizes == 0))
         if len(unsupported):
             if given is None and len(unsupported) == mask.sum() > 1:

@@ -155,7 +155,9 @@ class ReplayConfig(_TRLConfig):
         default=0,
         metadata={
             "help": "Every so many optimizer steps, score a generation batch once more with live routers and log the "
-            "gap that replaying the routes removes (`routes/logprob_gap_live_mean`, `..._max`). 0: never."
+            "gap that replaying the routes removes (`routes/logprob_gap_live_mean`, `..._max`). 0: never. With "
+            "DeepSpeed only where TRL scores the old policy, as it does by default with vLLM: elsewhere DeepSpeed has "
+            "updated the weights by then."
         },
     )
     vllm_dtype: str = field(

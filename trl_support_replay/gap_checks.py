@@ -45,8 +45,14 @@ class GapChecks(_TRLTrainer):
     def _recorded_logprobs(self, batch: dict[str, Any]) -> torch.Tensor:
         """`[B, T]` log-probs that the engine reported."""
 
-    def _check_replay(self, replayed: torch.Tensor, batch: dict[str, Any]) -> None:
-        """Compare with the recorded log-probs while engine and policy hold the same weights."""
+    def _check_replay(self, replayed: torch.Tensor, batch: dict[str, Any], same_weights: bool = True) -> None:
+        """Compare with the recorded log-probs.
+
+        Args:
+            replayed: `[B, T]` log-probs, scored while engine and policy held the same weights.
+            batch: what was scored.
+            same_weights: whether the policy still holds them, so that scoring once more tells something.
+        """
         recorded = self._recorded_logprobs(batch)
         mask = recorded_mask(batch[SAMPLES], replayed.shape).to(replayed.device)
         stale = self._stale_weights()
@@ -55,7 +61,7 @@ class GapChecks(_TRLTrainer):
             return
         self._step_metrics.add(found.metrics())
         every = self.args.routes_gap_steps
-        if self.replays_routes and every and self.state.global_step % every == 0:
+        if same_weights and self.replays_routes and every and self.state.global_step % every == 0:
             self._log_live_route_gap(batch, recorded, mask)
         if self.args.replay_check == "off" or self._sampled_elsewhere or found.fault is None:
             return
@@ -65,7 +71,7 @@ class GapChecks(_TRLTrainer):
             mask,
             batch[SAMPLES],
             self.temperature,
-            lambda temperature: self._rescore(batch, temperature),
+            (lambda temperature: self._rescore(batch, temperature)) if same_weights else None,
             (lambda: self._rescore(batch, live_routes=True)) if self.replays_routes else None,
             stale,
             self._replay_check.tolerance.mean,

@@ -68,7 +68,7 @@ class Probe:
         """
         ids = _probe_ids(model)
         seen: list[torch.Tensor] = []
-        head = _causal_model(model).get_output_embeddings()
+        head = causal_model(model).get_output_embeddings()
         with _left_alone(model), contextlib.ExitStack() as stack:
             if isinstance(head, nn.Module):
                 stack.callback(head.register_forward_hook(lambda module, args, output: seen.append(output)).remove)
@@ -96,7 +96,7 @@ class Probe:
         Raises:
             UnreplayableModelError: naming the module that draws numbers, if any does, and settings that speak of noise.
         """
-        family = _family(_causal_model(model))
+        family = _family(causal_model(model))
         settings = _settings(noise_settings(model))
         for edge in _EDGES:
             with _left_alone(model), RandomDraws(edge) as draws:
@@ -152,7 +152,7 @@ class Probe:
         Raises:
             UnreplayableModelError: naming the model's class and the largest difference, or the two sizes of vocabulary.
         """
-        causal, vocab_size = _causal_model(model), self.logits.shape[-1]
+        causal, vocab_size = causal_model(model), self.logits.shape[-1]
         family = _family(causal)
         if causal.base_model is causal:
             raise UnreplayableModelError(
@@ -206,8 +206,8 @@ def _forward(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
         return model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
 
 
-def _causal_model(model: Any) -> Any:
-    """The transformers model inside DDP, FSDP1, torch.compile or PEFT."""
+def causal_model(model: Any) -> Any:
+    """The transformers model inside DDP, FSDP1, torch.compile or PEFT. One with adapters of transformers is its own."""
     while isinstance(inner := getattr(model, "module", getattr(model, "_orig_mod", None)), nn.Module):
         model = inner
     return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
@@ -228,7 +228,7 @@ def _probe_ids(model: nn.Module) -> torch.Tensor:
         for i in (value if isinstance(value, list | tuple) else [value])
         if isinstance(i, int)
     }
-    vocab_size = _causal_model(model).config.get_text_config().vocab_size
+    vocab_size = causal_model(model).config.get_text_config().vocab_size
     ordinary = np.setdiff1d(np.arange(vocab_size), list(special))
     ids = ordinary[np.linspace(0, len(ordinary) - 1, _NUM_ROWS * _LENGTH + 2).astype(int)[1:-1]]
     device = next(p.device for p in model.parameters() if not p.is_meta)

@@ -31,11 +31,33 @@ class LossInputs(dict):
     def __init__(self, batch: dict[str, Any], pending: tuple[str, ...] = ()):
         super().__init__(batch)
         self.pending = set(pending)
+        self._given: dict[str, Any] = {}  # entries that are complete, as the batch gave them
 
     def complete(self, name: str, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replace a pending entry by `function` of it; from here on it can be read."""
-        self.pending.remove(name)
-        self[name] = function(self[name])
+        """Replace an entry by `function` of what the batch gave; from here on it can be read.
+
+        Called at each scoring. One without gradients does not replace what one with gradients made: the entry takes
+        part in the gradient of the loss.
+        """
+        if name in self._given and not torch.is_grad_enabled():
+            return
+        self.pending.discard(name)
+        given = self._given.setdefault(name, self[name])
+        self[name] = function(given)
+
+    def check_part(self, part: dict[str, Any]) -> None:
+        """Refuse a part or a copy of the batch that may hold an entry which is complete already.
+
+        Raises:
+            UnscoredBatchError: scoring the part would complete the entry a second time.
+        """
+        twice = [name for name in self._given if name in part]
+        if twice:
+            raise UnscoredBatchError(
+                f"_compute_loss was given a part or a copy of a batch that was scored before, so inputs[{twice[0]!r}] "
+                "is complete already and would be completed twice. With kl_scope='full', give _compute_loss the inputs "
+                "themselves, take parts and copies before anything is scored, or set kl_scope='support'."
+            )
 
     def __getitem__(self, name: str) -> Any:
         if name in self.pending:

@@ -233,7 +233,7 @@ def explain(
     mask: torch.Tensor,
     samples: Sequence[Trace],
     temperature: float,
-    rescore: Callable[[float], torch.Tensor],
+    rescore: Callable[[float], torch.Tensor] | None,
     rescore_live: Callable[[], torch.Tensor] | None,
     stale: str | None,
     rounding: float,
@@ -248,7 +248,8 @@ def explain(
         mask: `[B, T]` bool, the tokens with a recorded support.
         samples: the `B` completions.
         temperature: the trainer's temperature.
-        rescore: gives `[B, T]` replayed log-probs at a temperature, in the mode that `replayed` was scored in.
+        rescore: gives `[B, T]` replayed log-probs at a temperature, in the mode that `replayed` was scored in; `None`
+            where the weights that `replayed` was scored with are gone.
         rescore_live: gives them through the live routers; `None` where no routes are replayed.
         stale: a sentence when engine and policy are known to hold different weights.
         rounding: mean difference in nats between two scores of the same batch that is no noise.
@@ -260,10 +261,11 @@ def explain(
 
     def attempts() -> Iterator[Attempt]:
         yield try_shift(gaps)
-        yield try_again(gaps, flat(rescore(temperature), mask), rounding)
-        if rescore_live is not None:
-            yield try_live_routes(gaps, flat(rescore_live(), mask))
-        yield try_temperature(gaps, lambda t: flat(rescore(t), mask), temperature, "the trainer scores at")
+        if rescore is not None:
+            yield try_again(gaps, flat(rescore(temperature), mask), rounding)
+            if rescore_live is not None:
+                yield try_live_routes(gaps, flat(rescore_live(), mask))
+            yield try_temperature(gaps, lambda t: flat(rescore(t), mask), temperature, "the trainer scores at")
         yield from try_places(gaps)
 
     not_tried = [
@@ -271,7 +273,11 @@ def explain(
         "another input (images, a prompt that is tokenized or cut in another way)",
         "logits that pass through something that the trainer does not repeat",
     ]
-    if rescore_live is None:
+    if rescore is None:
+        not_tried.append(
+            "noise in the policy's scores, another temperature, other experts (DeepSpeed has updated the weights since)"
+        )
+    elif rescore_live is None:
         not_tried.append("other experts of a mixture of experts (routed_experts_replay is off)")
     in_vain = []
     for attempt in attempts():

@@ -23,6 +23,7 @@ from .engines import engine_builder
 from .environment import check_supported
 from .gap_checks import SAMPLES, GapChecks
 from .hub.publishing import PublishesTraces
+from .model_probe import causal_model
 from .passes import LossInputs, ScoringPass, UnscoredBatchError
 from .preflight import check_dataset, check_traces, own_generation_config
 from .processes import agreeing
@@ -207,6 +208,8 @@ class ReplayTrainer(RecordedGeneration, GapChecks, PublishesTraces, _TRLTrainer)
         if SAMPLES not in inputs or (whole is not None and inputs is whole.inputs):
             return super()._compute_loss(model, inputs)
         # A part of the batch, or a changed copy of it, with the samples that it carries itself.
+        if whole is not None and isinstance(whole.inputs, LossInputs):
+            whole.inputs.check_part(inputs)
         with self._opened(self._loss_pass(inputs)) as part:
             loss = super()._compute_loss(model, part.inputs)
         part.check_scored(type(self).__name__)
@@ -243,6 +246,9 @@ class ReplayTrainer(RecordedGeneration, GapChecks, PublishesTraces, _TRLTrainer)
             return score(model)
         samples = current.recorded(type(self).__name__)
         reference = self._is_reference_pass(model)
+        policy = not reference and self._is_policy(model)
+        if not (policy or reference):
+            _check_has_head(model)  # a model of the subclass's own, such as a teacher
         # Without truncation the distribution that was sampled from is the whole vocabulary's.
         full = not self.replays_support or (self._full_kl and reference)
         caller = ReplayCaller(
@@ -252,9 +258,10 @@ class ReplayTrainer(RecordedGeneration, GapChecks, PublishesTraces, _TRLTrainer)
             temperature=current.temperature or self.temperature,
             log_probs="full_logprobs" if full else "logprobs",
             entropy=f"{self._entropy_scope}_entropy" if compute_entropy else None,
-            extra=self._extra_scores(current, reference) if self.replays_support else (),
+            extra=self._extra_scores(current, not policy) if self.replays_support else (),
         )
-        routed = self.ref_model if model is self.ref_model else self.model
+        # The reference may be the policy itself, with its adapters off.
+        routed = self.model if policy or (reference and model is not self.ref_model) else model
         current.scoring = True
         try:
             if self.replays_routes and not current.live_routes and self._replays_routes_in(reference):
@@ -269,7 +276,8 @@ class ReplayTrainer(RecordedGeneration, GapChecks, PublishesTraces, _TRLTrainer)
             current.scoring = False
         if not torch.is_grad_enabled():
             self._routes.close(routed)  # a pass with gradients stays open until its backward is done
-        logps = self._scored(current, logps, caller.collected(logits_to_keep), reference)
+        if policy or reference:
+            logps = self._scored(current, logps, caller.collected(logits_to_keep), reference)
         return logps, entropies, aux_loss
 
     @property
@@ -309,8 +317,10 @@ class ReplayTrainer(RecordedGeneration, GapChecks, PublishesTraces, _TRLTrainer)
                 done.check_scored(type(self).__name__)
                 self._log_scores(done)
             self._log_routes()
+            # DeepSpeed steps at the end of its backward.
+            same_weights = not (self.is_deepspeed_enabled and self.accelerator.sync_gradients)
             for replayed, batch in done.unchecked if done is not None else ():
-                self._check_replay(replayed, batch)
+                self._check_replay(replayed, batch, same_weights)
         finally:
             self._routes.discard()
             self._pass = None
@@ -326,6 +336,21 @@ class ReplayTrainer(RecordedGeneration, GapChecks, PublishesTraces, _TRLTrainer)
         layers = [m for m in self.model.modules() if isinstance(m, BaseTunerLayer)]
         return any(layer.disable_adapters or "ref" in layer.active_adapters for layer in layers)
 
+    def _is_policy(self, model: Any) -> bool:
+        # However it is wrapped, and whoever called it: it has the policy's parameters.
+        first = next(self.model.parameters())
+        return any(parameter is first for parameter in model.parameters())
+
     def _base_model(self) -> PreTrainedModel:
         model = self.accelerator.unwrap_model(self.model)
         return model.get_base_model() if is_peft_model(model) else model
+
+
+def _check_has_head(model: Any) -> None:
+    inner = causal_model(model)
+    if "replay" not in inspect.signature(inner.forward).parameters:
+        raise UnscoredBatchError(
+            f"{type(inner).__name__} is neither the policy nor the reference of this trainer, and cannot score over "
+            "supports. Give it the head once, before it is wrapped: "
+            "trl_support_replay.replay_head.add_replay_head(model)."
+        )

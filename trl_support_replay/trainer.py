@@ -167,7 +167,7 @@ class SupportReplayGRPOTrainer(ReplayTrainer, GRPOTrainer):
             unseen = "old_per_token_logps" not in current.inputs or self._offline is not None
             if unseen and current.logprobs is None and self.state.global_step == self._generated_at:
                 current.unchecked.append((logps.detach(), current.inputs))
-            if "ref_per_token_logps" in current.inputs.pending:
+            if self._full_kl:
                 # TRL's KL term sees only ref - logps. With full-vocabulary scores f and support scores s of the
                 # policy, a reference of ref_full - f + s makes that difference ref_full - f, in value and in gradient.
                 current.inputs.complete("ref_per_token_logps", lambda ref: ref - extra["full_logprobs"] + logps)

@@ -6,10 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from trl.trainer.utils import add_fused_lm_head
 
 from trl_support_replay.audit import audit_traces
 from trl_support_replay.audit.gaps import PARTS
 from trl_support_replay.audit.token_scores import RecordedTokens, TokenScorer
+from trl_support_replay.replay_head import add_replay_head
 
 from .conftest import edited, sample
 
@@ -28,6 +30,23 @@ def test_truncation_only(dense):
     assert np.abs(audit.parts["numerics"]).max() < 1e-4 < mean(audit, "truncation")
     np.testing.assert_allclose(audit.parts["truncation"], audit.scores.live.log_mass, atol=1e-5)
     assert (audit.parts["routes"] == 0).all() and (audit.parts["staleness"] == 0).all()
+
+
+def test_rounding_is_what_a_trainer_takes_for_it(dense):
+    source = sample(dense)
+
+    def off(tokens):
+        def edit(trace):
+            values = trace.sampling_logprobs.copy()
+            values[tokens] += 3e-4
+            return replace(trace, sampling_logprobs=values)
+
+        return edit
+
+    # At one token of a completion in twelve; at every token.
+    rare = replace(source, traces=[off(slice(3, 4))(source.traces[0]), *source.traces[1:]])
+    assert faults(audit_traces(rare, dense)) == []
+    assert faults(audit_traces(edited(source, off(slice(None))), dense)) != []
 
 
 def test_no_gap(dense):
@@ -187,6 +206,31 @@ def test_parts_add_up_and_the_model_keeps_its_mode(moe, moved, dense):
     moved.train()
     audit_traces(sample(dense, num=2), moved)
     assert moved.training
+
+
+def test_parts_of_the_model_keep_modes_of_their_own(dense, moved):
+    moved.train()
+    moved.model.layers[0].eval()
+    audit_traces(sample(dense, num=2), moved)
+    assert moved.training and not moved.model.layers[0].training
+
+
+@pytest.mark.needs("peft")
+def test_a_model_that_transformers_gave_an_adapter(dense):
+    from peft import LoraConfig
+
+    model = copy.deepcopy(dense)
+    model.add_adapter(LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    source = sample(model)
+    assert not faults(audit_traces(source, model)) and faults(audit_traces(source, dense))
+
+
+def test_half_precision_is_tried_with_a_model_of_a_trainer(dense):
+    model = copy.deepcopy(dense)
+    add_fused_lm_head(model)  # as TRL and the trainer do: the copy of such a model would run the original
+    add_replay_head(model)
+    audit = audit_traces(sample(copy.deepcopy(dense).to(torch.bfloat16)), model)
+    assert faults(audit) == ["half_precision"] and "bfloat16" in audit.verdict
 
 
 def test_the_scorers_batches_do_not_matter(dense):

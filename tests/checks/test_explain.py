@@ -1,6 +1,5 @@
 """`explain` names a cause only when it was undone, and tells what was tried in vain."""
 
-import contextlib
 import copy
 from dataclasses import replace
 
@@ -17,8 +16,8 @@ from trl_support_replay.replay_check import explain
 from trl_support_replay.traces.support import SupportRows
 
 
-def explained(traces, model, temperature=1.0, routes=False, stale=None):
-    """What `explain` says of traces that `model` scores."""
+def explained(traces, model, temperature=1.0, routes=False, stale=None, same_weights=True):
+    """What `explain` says of traces that `model` scores; without `same_weights` it can score them no more."""
     tokens = RecordedTokens.of(traces)
     shape = len(traces), max(len(trace.completion_ids) for trace in traces)
     mask = torch.zeros(shape, dtype=torch.bool)
@@ -38,7 +37,7 @@ def explained(traces, model, temperature=1.0, routes=False, stale=None):
         mask,
         traces,
         temperature,
-        lambda at: score(at, routes),
+        (lambda at: score(at, routes)) if same_weights else None,
         (lambda: score(temperature, False)) if routes else None,
         stale,
         5e-5,
@@ -51,7 +50,7 @@ def test_dropout_is_noise(dense, monkeypatch):  # noqa: F811
     model = copy.deepcopy(dense).train()
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.1
-    monkeypatch.setattr(token_scores, "_evaluating", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(token_scores, "evaluating", lambda _: torch.no_grad())
     said = explained(traces, model)
     assert said.startswith("The policy's own scores are noisy") and "lora_dropout" in said
 
@@ -105,6 +104,14 @@ def test_other_weights_are_not_tried_and_not_called_the_cause(dense, moe, routes
         assert undone in tried
     assert ("live routers" in tried) == routes and ("routed_experts_replay is off" in not_tried) != routes
     assert "other weights than the policy's" in not_tried and "likely" not in said
+
+
+def test_weights_that_are_gone_are_not_scored_with(dense):  # noqa: F811
+    traces = sample(dense, temperature=1.3).traces
+    assert "another temperature" in explained(traces, dense)
+    tried, not_tried = explained(traces, dense, same_weights=False).split("Not tried: ")
+    assert "records shifted by" in tried and "temperature" not in tried and "scored again" not in tried
+    assert "DeepSpeed has updated the weights since" in not_tried and "routed_experts_replay" not in not_tried
 
 
 def test_known_staleness_comes_first(dense):  # noqa: F811

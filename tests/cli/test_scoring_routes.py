@@ -1,5 +1,7 @@
 """Which routes `score` and `audit` take: the recorded ones where there are some, and they say so."""
 
+from dataclasses import replace
+
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -8,6 +10,7 @@ from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditio
 
 from tests.cli.conftest import run_cli
 from tests.trainer.test_routes import moe_path as moe_path
+from trl_support_replay.audit.token_scores import routes_for
 from trl_support_replay.routing import RouteBatch, RouterReplay
 from trl_support_replay.traces.columns import Trace, table_to_traces, traces_to_table
 from trl_support_replay.traces.routes import RoutedExperts
@@ -116,6 +119,14 @@ def test_traces_without_routes_go_through_the_live_routers_and_it_is_said(routed
         np.testing.assert_allclose(table["replayed_logprobs"][i].as_py(), expected, atol=2e-5)
     code, text = run_cli(capsys, "audit", *arguments, "--output", tmp_path / "audit")
     assert code == 1 and "--model chooses the experts by its own routers" in text
+
+
+def test_it_is_said_how_many_traces_lack_routes(routed, moe_path):
+    (path,) = routed.glob("*.parquet")
+    traces = table_to_traces(pq.read_table(path))
+    traces[0] = replace(traces[0], routes=None)
+    replays, sentence = routes_for(traces, AutoModelForCausalLM.from_pretrained(moe_path))
+    assert not replays and f"since 1 of {len(traces)} traces hold no routes" in sentence
 
 
 def test_a_model_without_experts_scores_traces_with_routes(routed, tiny_model_path, tmp_path, capsys):

@@ -168,6 +168,8 @@ def test_a_micro_batch_without_targets_takes_part() -> None:
     model = build(**DENSE)
     scores = support_forward(model, empty, batch.attention_mask())
     assert torch.equal(scores, torch.zeros(2, 20, 1))
+    # A whole micro-batch may be without targets too, where all of its completions are truncated and masked.
+    assert policy_loss(empty, torch.ones(2, 1), 0)(scores)[0] == 0
     loss, report = policy_loss(empty, torch.ones(2, 1), batch.num_loss_tokens)(scores)
     loss.backward()
     assert report["sums"].tolist() == [0.0] * 5

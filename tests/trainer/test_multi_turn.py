@@ -249,6 +249,12 @@ def of_an_earlier_batch():
     return edit
 
 
+def nan_for_a_sampled_token(output, trainer):
+    output = supports_of(output, trainer)
+    output["logprobs"][1][0] = float("nan")
+    return output
+
+
 def short(output, trainer):
     output = supports_of(output, trainer)
     output["support_ids"][1].pop()
@@ -273,6 +279,7 @@ def on_observation(output, trainer):
         (none_for_one, "^rollout_func returned 'logprobs': None for completion 2. "),
         (none_with_supports, "^rollout_func returned 'logprobs': None. "),
         (none_for_a_sampled_token, "^completion 1: token 0 was sampled, and its log-prob is None. .*rollout_func"),
+        (nan_for_a_sampled_token, "^completion 1: token 0 was sampled, and its log-prob is nan. .*rollout_func"),
         (of_an_earlier_batch(), "came back without supports, .*log-probs that the trainer's own generation returned"),
     ],
     ids=[
@@ -284,6 +291,7 @@ def on_observation(output, trainer):
         "no log-probs for one",
         "no log-probs beside supports",
         "no log-prob of a sampled token",
+        "no number as log-prob of a sampled token",
         "log-probs of an earlier batch",
     ],
 )

@@ -1,7 +1,10 @@
 """Trainers with a loss of their own: a batch with recorded supports is scored over them, or an error says why not."""
 
+import copy
+
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 from trl.experimental.gmpo import GMPOTrainer
 from trl.trainer.utils import split_tensor_dict
@@ -121,6 +124,70 @@ def test_full_kl_of_an_own_loss_is_that_of_grpo(build, tiny_model_path):
         kl[trainer_cls] = trainer.state.log_history[0]["kl"]
     # Before the first update, policy and reference are one.
     assert kl[GMPOSecond] == pytest.approx(kl[SupportReplayGRPOTrainer], abs=1e-6)
+
+
+def test_full_kl_keeps_its_gradient_when_the_batch_is_first_scored_without(build, tiny_model_path):
+    class LooksFirst(SupportReplayGRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            with torch.no_grad():
+                scored(self, model, inputs)
+            return super()._compute_loss(model, inputs)
+
+    norms = {}
+    for trainer_cls in (SupportReplayGRPOTrainer, LooksFirst):
+        # Only the penalty has a gradient, from the second step on.
+        rewards = {"reward_funcs": lambda completions, **_: [1.0] * len(completions)}
+        options = {"beta": 1.0, "kl_scope": "full", "learning_rate": 1e-2, "warmup_steps": 0, "max_steps": 3}
+        trainer = build(tiny_model_path, trainer_cls, **HF, **rewards, **options, num_iterations=3)
+        trainer.model.lm_head.weight.data.add_(torch.randn_like(trainer.model.lm_head.weight) / 10)
+        trainer.train()
+        norms[trainer_cls] = [log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log]
+    assert norms[LooksFirst] == pytest.approx(norms[SupportReplayGRPOTrainer], rel=1e-3)
+
+
+def test_full_kl_of_a_copy_made_after_scoring_is_refused(build, tiny_model_path):
+    class Reweighs(SupportReplayGRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            weights = scored(self, model, inputs).detach().mean(1).exp()
+            return super()._compute_loss(model, {**inputs, "advantages": inputs["advantages"] * weights})
+
+    with pytest.raises(UnscoredBatchError, match="'ref_per_token_logps'.*kl_scope='support'"):
+        build(tiny_model_path, Reweighs, **HF, beta=0.1, kl_scope="full").train()
+    build(tiny_model_path, Reweighs, **HF, beta=0.1, kl_scope="support").train()
+
+
+@pytest.mark.parametrize("num_iterations", [1, 2])
+def test_scores_of_another_model_are_not_taken_for_the_policys(build, tiny_model_path, num_iterations):
+    class Teacher(SupportReplayGRPOTrainer):
+        with_policy = True
+
+        def _compute_loss(self, model, inputs):
+            if not hasattr(self, "teacher"):
+                self.teacher = copy.deepcopy(self.model).requires_grad_(False)
+                self.teacher.lm_head.weight.mul_(1.3)
+            with torch.no_grad():
+                self.taught = scored(self, self.teacher, inputs)
+            if not self.with_policy:
+                return sum(p.sum() for p in model.parameters()) * 0 + self.taught.sum()
+            self.own = scored(self, model, inputs).detach()
+            return super()._compute_loss(model, inputs)
+
+    trainer = build(tiny_model_path, Teacher, **HF, num_iterations=num_iterations)
+    trainer.train()
+    assert (trainer.taught - trainer.own).abs().max() > 1e-2
+    assert trainer.state.log_history[0]["support/logprob_gap_max"] < 1e-4
+    with pytest.raises(UnscoredBatchError, match="computed its loss without scoring the batch"):
+        build(tiny_model_path, type("Only", (Teacher,), {"with_policy": False}), **HF).train()
+
+
+def test_another_model_needs_the_head(build, tiny_model_path):
+    class Teacher(SupportReplayGRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            with torch.no_grad():
+                scored(self, AutoModelForCausalLM.from_pretrained(tiny_model_path), inputs)
+
+    with pytest.raises(UnscoredBatchError, match="LlamaForCausalLM is neither the policy.*add_replay_head"):
+        build(tiny_model_path, Teacher, **HF).train()
 
 
 def test_a_loss_that_calls_the_model_by_itself_is_refused(build, tiny_model_path):

@@ -24,7 +24,9 @@ from ..gap_causes import (
     try_shift,
     try_temperature,
 )
+from ..model_probe import causal_model
 from ..recorded_gaps import RecordedGaps
+from ..replay_check import Tolerance
 from .gaps import Scored
 from .temperature import logprobs_at_temperature
 from .token_scores import RecordedTokens, TokenScorer
@@ -70,7 +72,7 @@ class Evidence:
         temperature: the one that the traces name.
         steps: `[N]` int64, the training step (or the shard) of each token.
         scorer: of the model that `scores.closest` comes from.
-        tolerance: largest gap in nats that counts as rounding.
+        tolerance: largest gap in nats that counts as rounding; of the mean gap a twentieth of it.
         has_routes: whether recorded experts were replayed.
     """
 
@@ -182,7 +184,10 @@ def _half_precision(evidence: Evidence) -> Iterator[Attempt]:
     rest, scored = evidence.parts["numerics"], evidence.scores.closest.logprobs
     gap = _mean(rest)
     for dtype in (torch.bfloat16, torch.float16):
-        rounded = evidence.scorer.like(copy.deepcopy(model).to(dtype))
+        half_model = copy.deepcopy(model).to(dtype)
+        # A forward that was set on the model itself, as trainers do, would still run the model that was copied.
+        vars(causal_model(half_model)).pop("forward", None)
+        rounded = evidence.scorer.like(half_model)
         half = rounded.score(evidence.tokens, evidence.has_routes).logprobs
         left, size = _mean(half - evidence.tokens.recorded), _mean(half - scored)
         along = float(np.corrcoef(rest, scored - half)[0, 1])
@@ -197,7 +202,7 @@ def _half_precision(evidence: Evidence) -> Iterator[Attempt]:
 
 def _other_steps(evidence: Evidence) -> Iterator[Attempt]:
     rest = np.abs(evidence.parts["numerics"])
-    fits = {int(s): rest[evidence.steps == s].max() <= evidence.tolerance for s in np.unique(evidence.steps)}
+    fits = {int(s): not _exceeds(rest[evidence.steps == s], evidence.tolerance) for s in np.unique(evidence.steps)}
     fitting = [step for step, fit in fits.items() if fit]
     if not fitting:
         return
@@ -216,4 +221,5 @@ def _mean(values: np.ndarray) -> float:
 
 
 def _exceeds(values: np.ndarray, tolerance: float) -> bool:
-    return bool(len(values)) and not np.abs(values).max() <= tolerance  # also true for NaN
+    bounds = Tolerance.choose(True, tolerance)
+    return bool(len(values)) and not (np.abs(values).max() <= bounds.max and _mean(values) <= bounds.mean)  # NaN: true

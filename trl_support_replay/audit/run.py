@@ -8,13 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from ..replay_check import LARGEST_ROUNDING
 from .causes import Evidence, Finding, find_causes, verdict
 from .gaps import Scored, split_gaps
 from .loading import AuditTraces
 from .token_scores import RecordedTokens, TokenScorer, routes_for
-
-# Largest gap between a float32 engine and a float32 model, in nats.
-ROUNDING = 1e-4
 
 
 @dataclass(frozen=True)
@@ -27,7 +25,7 @@ class Audit:
         scores: of those tokens.
         parts: `[N]` nats for each part of the gap and for their sum; see `gaps`.
         findings: causes, faults first.
-        tolerance: largest gap in nats that counted as rounding.
+        tolerance: largest gap in nats that counted as rounding; of the mean gap a twentieth of it.
         has_routes: whether recorded experts were replayed.
     """
 
@@ -51,7 +49,7 @@ def audit_traces(
     sampler: Any = None,
     *,
     batch_size: int = 8,
-    tolerance: float = ROUNDING,
+    tolerance: float = LARGEST_ROUNDING,
     track: Callable[[Sequence[int]], Iterable[int]] = iter,
 ) -> Audit:
     """Score traces under a model and say where the gap to the recorded log-probs comes from.
@@ -61,7 +59,7 @@ def audit_traces(
         model: the model whose training is looked at, in memory; a trainer's `model` will do while it is not sharded.
         sampler: the model with the weights that sampled, where it is at hand; it tells stale weights from the rest.
         batch_size: traces a forward.
-        tolerance: largest gap in nats that counts as rounding.
+        tolerance: largest gap in nats that counts as rounding; of the mean gap a twentieth of it, as in `replay_check`.
         track: wraps the batches of each pass, to show how far it is; there are more passes where more is to be told
             apart.
 

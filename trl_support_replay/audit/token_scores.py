@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +10,9 @@ import numpy as np
 import torch
 
 from ..batch_layout import BatchLayout, first_columns, padded_batch
-from ..model_probe import Probe
+from ..model_probe import Probe, causal_model
 from ..routing import RouteBatch, RouteMetrics, RouterReplay, has_experts
+from ..routing.discovery import evaluating
 from ..scoring import lm_head_from_model, score_candidates, score_support
 from ..traces.columns import Trace
 from ..traces.multimodal import check_no_placeholders
@@ -94,12 +94,15 @@ class TokenScores:
 
 def routes_for(traces: Sequence[Trace], model: Any) -> tuple[bool, str]:
     """Whether traces are to be scored through recorded experts, and a sentence that says so."""
-    recorded = bool(traces) and all(trace.routes is not None for trace in traces)
+    lacking = sum(trace.routes is None for trace in traces)
     if not has_experts(model):
         return False, "has no experts, so no routes are replayed"
-    if recorded:
+    if traces and not lacking:
         return True, "is scored through the recorded experts"
-    return False, "chooses the experts by its own routers, since the traces hold no routes; a gap may come from that"
+    hold = (
+        "the traces hold no routes" if lacking == len(traces) else f"{lacking} of {len(traces)} traces hold no routes"
+    )
+    return False, f"chooses the experts by its own routers, since {hold}; a gap may come from that"
 
 
 class TokenScorer:
@@ -125,7 +128,7 @@ class TokenScorer:
         track: Callable[[Sequence[int]], Iterable[int]] = iter,
     ):
         self.model = model
-        self._causal = model.get_base_model() if hasattr(model, "peft_config") else model
+        self._causal = causal_model(model)
         self._temperature = temperature
         self._batch_size = batch_size
         self._track: Callable[[Sequence[int]], Iterable[int]] = iter
@@ -141,7 +144,6 @@ class TokenScorer:
         """A scorer of another model, otherwise the same."""
         return TokenScorer(model, self._temperature, self._batch_size, self._track)
 
-    @torch.no_grad()
     def score(self, tokens: RecordedTokens, replay_routes: bool = False) -> TokenScores:
         """Score all tokens, through the live routers or through the recorded experts.
 
@@ -156,7 +158,7 @@ class TokenScorer:
         routed: list[RouteMetrics] = []
         # Traces of like length share a batch, so that little is padded.
         order = sorted(np.flatnonzero(counts), key=lambda b: len(tokens.traces[b].completion_ids))
-        with _evaluating(self.model):
+        with evaluating(self.model):
             for start in self._track(range(0, len(order), self._batch_size)):
                 chosen = order[start : start + self._batch_size]
                 scores, routes = self._forward(tokens, chosen, replay_routes)
@@ -201,13 +203,3 @@ class TokenScorer:
         found = {name: getattr(scores, name) for name in _OUTPUTS}
         found["candidates"] = score_candidates(hidden, head, layout.support, temperature=self._temperature)
         return {name: values.double().cpu().numpy() for name, values in found.items()}, routes
-
-
-@contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)

@@ -38,7 +38,10 @@ def main(argv: Sequence[str]) -> int:
         "--page_mb", type=above_zero, default=1.8, help="size of the report, at most (default: %(default)s)"
     )
     parser.add_argument(
-        "--tolerance", type=above_zero, default=1e-4, help="nats that are rounding (default: %(default)s)"
+        "--tolerance",
+        type=above_zero,
+        default=1e-3,
+        help="largest gap in nats that is rounding; of the mean gap a twentieth of it (default: %(default)s)",
     )
     add_scoring_options(parser)
     args = parser.parse_args(argv)

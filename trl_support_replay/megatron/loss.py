@@ -77,7 +77,7 @@ def _policy_loss(
         gap = torch.where(mask, ref_logprobs - logprobs, 0)
         kl = gap.exp() - gap - 1
         losses = losses + beta * kl
-    loss = torch.where(mask, losses, 0).sum() / num_loss_tokens
+    loss = torch.where(mask, losses, 0).sum() / max(num_loss_tokens, 1)
     is_clipped = (ratio * advantages > clipped * advantages) & mask
     with torch.no_grad():
         each = (losses, ratio, is_clipped.float(), kl, torch.ones_like(losses))

@@ -141,7 +141,8 @@ def _run(model: nn.Module, counts: set[int]) -> None:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """In evaluation mode, without gradients; each module has its own mode back afterwards."""
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False
@@ -188,7 +189,7 @@ def _watch_topk(
         for module in model.modules():
             handles.append(module.register_forward_pre_hook(enter))
             handles.append(module.register_forward_hook(leave, always_call=True))
-        with _evaluating(model), _Spy(counts, stack):
+        with evaluating(model), _Spy(counts, stack):
             probe()
     finally:
         for handle in handles:
