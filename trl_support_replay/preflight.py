@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from pathlib import Path
@@ -92,7 +93,19 @@ def own_generation_config(model: Any, args: Any) -> GenerationConfig | None:
     if not isinstance(model, str):
         return getattr(model, "generation_config", None)
     init_kwargs: Any = args.model_init_kwargs or {}  # a dict by now: the config has parsed what came as JSON
-    try:
-        return GenerationConfig.from_pretrained(model, revision=init_kwargs.get("revision") or "main")
-    except OSError:
-        return None
+    return generation_defaults(model, init_kwargs.get("revision"))
+
+
+def generation_defaults(model: str, revision: str | None = None) -> GenerationConfig | None:
+    """The generation defaults of a model's files, as `from_pretrained` takes them; `None` when they hold none.
+
+    Older models have them in `config.json`, which counts where there is no `generation_config.json`.
+
+    Args:
+        model: a folder or a Hub name.
+        revision: of the Hub repository.
+    """
+    for file in ({}, {"config_file_name": "config.json", "_from_model_config": True}):
+        with contextlib.suppress(OSError):
+            return GenerationConfig.from_pretrained(model, revision=revision or "main", **file)
+    return None

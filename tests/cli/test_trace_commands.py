@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tests.cli.conftest import CLI, capture, cli, run_cli
 from trl_support_replay.cli import main
@@ -135,6 +135,18 @@ def test_capture_reads_the_models_own_generation_defaults(tiny_model_path, promp
     config.save_pretrained(model)
     code, text = run_cli(capsys, *capture(model, prompts, tmp_path / "biased"))
     assert code == 2 and "the model's generation_config.sequence_bias=" in text
+
+
+def test_capture_reads_the_generation_defaults_of_older_models_too(tiny_model_path, prompts, tmp_path, capsys):
+    """Without a `generation_config.json`, `from_pretrained` takes them from `config.json`."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model_path, model)
+    (model / "generation_config.json").unlink()
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"no_repeat_ngram_size": 2}))
+    assert AutoModelForCausalLM.from_pretrained(model).generation_config.no_repeat_ngram_size == 2
+    code, text = run_cli(capsys, *capture(model, prompts, tmp_path / "traces"))
+    assert code == 2 and "the model's generation_config.no_repeat_ngram_size=2 cannot be replayed" in text
 
 
 def test_columns_of_several_types_are_refused_before_anything_is_sampled(tiny_model_path, tmp_path, capsys):

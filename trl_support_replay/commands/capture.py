@@ -7,7 +7,6 @@ goes on where it was, and ends with the same traces as a run that was not stoppe
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -159,14 +158,11 @@ def _whole_shards(
 def _settings(args: argparse.Namespace) -> Any:
     from types import SimpleNamespace
 
-    from transformers import GenerationConfig
-
     from ..contract import check_contract
+    from ..preflight import generation_defaults
 
-    inherited = None
-    if args.engine == "transformers":  # takes what is not stated from the model's own defaults
-        with contextlib.suppress(OSError):
-            inherited = GenerationConfig.from_pretrained(args.model)
+    # `generate` takes what is not stated from the model's own defaults.
+    inherited = generation_defaults(args.model) if args.engine == "transformers" else None
     settings = check_contract(
         SimpleNamespace(
             temperature=args.temperature,

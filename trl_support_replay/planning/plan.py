@@ -18,6 +18,7 @@ from ..contract import SamplingSettings, check_contract
 from ..environment import REQUIREMENTS, package_status
 from ..grpo_inputs.arguments import parse
 from ..grpo_inputs.named import dataset_map, reward_functions, tool_functions
+from ..preflight import generation_defaults
 from ..rebind import rebound
 from ..serving.urls import without_credentials
 from .launch import Launch
@@ -154,9 +155,7 @@ def _like_on_the_target() -> Iterator[None]:
 
 def _generation_config(model: str, training: Any) -> GenerationConfig | None:
     """The model's own defaults, when they are on this machine; only `generate` takes anything from them."""
-    if training.use_vllm or not (Path(model) / "generation_config.json").is_file():
-        return None
-    return GenerationConfig.from_pretrained(model)
+    return None if training.use_vllm or not Path(model).is_dir() else generation_defaults(model)
 
 
 def _peft_config(model: Any) -> Any:
