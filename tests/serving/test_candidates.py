@@ -86,7 +86,7 @@ class StockVLLM:
     """The part of a stock vLLM server that is asked for log-probs, with a bound on how many it reports."""
 
     def __init__(self, limit, dtype):
-        self.limit, self.dtype, self.asked = limit, dtype, []
+        self.limit, self.dtype, self.asked, self.bodies = limit, dtype, [], []
 
     def app(self):
         return Starlette(
@@ -101,7 +101,8 @@ class StockVLLM:
         return JSONResponse({"vllm_config": {"model_config": {"dtype": self.dtype}}})
 
     async def _complete(self, received):
-        asked = json.loads(await received.body())["logprobs"]
+        self.bodies.append(json.loads(await received.body()))
+        asked = self.bodies[-1]["logprobs"]
         self.asked.append(asked)
         if asked > self.limit:
             text = f"Requested sample logprobs of {asked}, which is greater than max allowed: {self.limit}"
@@ -130,3 +131,15 @@ def test_a_stock_server_is_asked_for_as_many_as_it_reports(pool_of, limit, dtype
             ((sample,),) = pool.generate([request(top_k=20)])
             assert sample.support.to_lists() == [[7]]
     assert stock.asked == asked
+
+
+@pytest.mark.parametrize("support", [True, False])
+def test_a_stock_server_is_left_nothing_to_take_from_the_models_defaults(pool_of, support):
+    """vLLM fills in what a request leaves out from generation_config.json: another temperature, a narrower nucleus."""
+    stock = StockVLLM(1000, "torch.float32")
+    bare = GenerateRequest("bare", np.array([5], np.int32), sampling={"max_tokens": 1, "top_k": 20}, support=support)
+    with serving(AppServer(stock.app())) as server:
+        pool_of(server.url).generate([bare])
+    sent = stock.bodies[-1]
+    assert (sent["temperature"], sent["top_p"], sent["top_k"], sent["min_p"]) == (1.0, 1.0, 20, 0.0)
+    assert sent["repetition_penalty"] == 1.0

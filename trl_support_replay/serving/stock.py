@@ -79,11 +79,15 @@ class StockServer:
             raise ValueError(
                 f"routes_start={request.routes_start}: {self.url} has no packed endpoint to return routes."
             )
+        # What a request leaves out, the server takes from the model's generation_config.json.
         sampling = {
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
-            "min_p": 0.0,
             **{name: value for name, value in request.sampling.items() if value is not None},
         }
         if self.capture == "native" and request.support:
