@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import tempfile
 from pathlib import Path
@@ -104,8 +103,17 @@ def generation_defaults(model: str, revision: str | None = None) -> GenerationCo
     Args:
         model: a folder or a Hub name.
         revision: of the Hub repository.
+
+    Raises:
+        InputError: a file that holds something else than settings.
     """
-    for file in ({}, {"config_file_name": "config.json", "_from_model_config": True}):
-        with contextlib.suppress(OSError):
+    files: tuple[dict[str, Any], ...] = ({}, {"config_file_name": "config.json", "_from_model_config": True})
+    for file in files:
+        try:
             return GenerationConfig.from_pretrained(model, revision=revision or "main", **file)
+        except OSError:
+            continue
+        except TypeError as error:  # JSON that is no object
+            name = file.get("config_file_name", "generation_config.json")
+            raise InputError(f"{model}: {name} holds no settings ({error}). Restore it from a copy.") from error
     return None

@@ -187,6 +187,12 @@ def negative_shape(table):
     return replaced("routed_experts_shape", shape, pa.list_(pa.int32()))(table)
 
 
+def shape_that_overflows(table):
+    """2^22 * 2^21 * 2^21 is 0 in 64 bits."""
+    empty = replaced("routed_experts", [], table.schema.field("routed_experts").type)(table)
+    return replaced("routed_experts_shape", [2**22, 2**21, 2**21], pa.list_(pa.int32()))(empty)
+
+
 ROUTE_COLUMNS = ("routed_experts_shape", "routed_experts_captured", "routed_experts_layers", "num_experts")
 
 
@@ -200,6 +206,7 @@ ROUTE_COLUMNS = ("routed_experts_shape", "routed_experts_captured", "routed_expe
         ),
         (replaced("num_experts", 300.0, pa.float64()), "num_experts holds values of type double, .* not integer"),
         (negative_shape, r"do not fill a shape of \[-"),
+        (shape_that_overflows, "0 expert ids do not fill a shape of"),
     ],
 )
 def test_broken_routes_are_refused(edit, message):

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -385,7 +386,7 @@ def _read_routes(table: pa.Table) -> list[RoutedExperts]:
         raise TraceSchemaError(f"Row {num_experts.index(None)} has no num_experts.")
     routes = []
     for i in range(table.num_rows):
-        if len(shapes[i]) != 3 or shapes[i].min() < 0 or int(np.prod(shapes[i])) != len(values[i]):
+        if len(shapes[i]) != 3 or shapes[i].min() < 0 or math.prod(shapes[i].tolist()) != len(values[i]):
             raise TraceSchemaError(f"Row {i}: {len(values[i])} expert ids do not fill a shape of {shapes[i].tolist()}.")
         routes.append(
             RoutedExperts(
