@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 from tests.parts import require
 from trl_support_replay.capture.generators import CaptureRequest
+from trl_support_replay.capture.recorder import SupportCaptureError
 from trl_support_replay.capture.server_generators import ServerGenerator
 from trl_support_replay.capture.vllm_outputs import num_candidates
 from trl_support_replay.contract import SamplingSettings
@@ -80,6 +81,16 @@ def test_repaired_supports_are_counted_all_the_way(pool_of):
         generator.generate([[5, 6, 7]], 0)
     assert sample.repaired == 1 and sorted(sample.support[0]) == list(range(wanted + 1))
     assert generator.repaired == 2
+
+
+def test_a_capture_from_a_server_that_is_given_other_weights_stops(pool_of):
+    with serving(HTTPServer(FakeEngine())) as server:
+        asked = CaptureRequest(SamplingSettings(top_k=8), 1, max_tokens=4, seed=0)
+        generator = ServerGenerator("vllm-server", [server.url], asked)
+        generator.generate([[5, 6, 7]], 0)
+        pool_of(server.url).set_weights("step-2", reload=False)
+        with pytest.raises(SupportCaptureError, match="weights \\['None', 'step-2'\\]"):
+            generator.generate([[5, 6, 7]], 1)
 
 
 class StockVLLM:
