@@ -115,7 +115,7 @@ class ReplayConfig(_TRLConfig):
     save_traces: str | None = field(
         default=None,
         metadata={
-            "help": "Folder for the traces of every generation batch: one Parquet shard a batch and process, with "
+            "help": "Folder for the traces of every generation batch: one Parquet shard per batch and process, with "
             "tokens, supports, log-probs, routes, rewards and the dataset's columns. Train on them again by giving "
             "them as train_dataset."
         },

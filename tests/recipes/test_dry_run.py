@@ -136,7 +136,7 @@ def test_a_device_that_is_too_small_is_told():
 def test_batches_are_checked_against_the_processes_that_will_run():
     arguments = [*SMALL, *REWARD, "--per_device_train_batch_size", "1", "--num_generations", "8"]
     options = launch_options([*arguments, "--accelerate_config", "zero3"], "", "").accelerate
-    assert "8 a generation: 1 prompts x 8" in dict(make_plan(arguments, options).settings)["batch"]
+    assert "8 per generation: 1 prompts x 8" in dict(make_plan(arguments, options).settings)["batch"]
     with pytest.raises(ValueError, match="divisible"):
         make_plan(arguments, [*options, "--num_processes", "4"])
 

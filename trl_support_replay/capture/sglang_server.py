@@ -252,7 +252,7 @@ class SGLangRollout:
         version = weights.name(self._num_syncs)
         self._num_syncs += 1
         # Gathers, so all processes take part; under ZeRO-3 only the engine around the model can. A checkpoint has one
-        # tensor an expert, unlike the model.
+        # tensor per expert, unlike the model.
         state = accelerator.get_state_dict(trainer.model_wrapped)
 
         def write_and_load() -> None:

@@ -22,7 +22,7 @@ _ENGINES = ("transformers", "vllm", "vllm-server", "sglang")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write one shard of traces a batch of prompts."""
+    """Write one shard of traces per batch of prompts."""
     parser = command_parser(
         "capture",
         __doc__,
@@ -47,14 +47,14 @@ def main(argv: Sequence[str]) -> int:
         help="servers that are up, for --engine vllm-server and sglang; --model then names their tokenizer",
     )
     parser.add_argument(
-        "--num_generations", type=positive, default=1, help="completions a prompt (default: %(default)s)"
+        "--num_generations", type=positive, default=1, help="completions per prompt (default: %(default)s)"
     )
     parser.add_argument("--max_tokens", type=positive, default=256, help="longest completion (default: %(default)s)")
     parser.add_argument("--temperature", type=temperature, default=1.0, help="(default: %(default)s)")
     parser.add_argument("--top_p", type=top_p, default=1.0, help="1 is off (default: %(default)s)")
     parser.add_argument("--top_k", type=int, default=0, help="0 is off; vLLM needs one (default: %(default)s)")
     parser.add_argument("--min_p", type=min_p, default=0.0, help="0 is off (default: %(default)s)")
-    parser.add_argument("--batch_size", type=positive, default=8, help="prompts a shard (default: %(default)s)")
+    parser.add_argument("--batch_size", type=positive, default=8, help="prompts per shard (default: %(default)s)")
     parser.add_argument("--limit", type=positive, help="only the first so many prompts")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     parser.add_argument(

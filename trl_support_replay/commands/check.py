@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
         type=mass,
         nargs="+",
         metavar="MASS",
-        help="probability that truncation keeps, a token: what today's ratios are off by is computed for each "
+        help="probability that truncation keeps per token; what today's ratios are off by is computed for each "
         f"(default: {' '.join(map(str, _MASSES))})",
     )
     parser.add_argument("--length", type=positive, help="tokens of a completion (default: max_completion_length)")

@@ -33,8 +33,7 @@ def main(argv: Sequence[str]) -> int:
         raise CommandError(f"{args.repo}: {error}") from error
     except httpx.TransportError as error:
         raise CommandError(
-            f"{args.repo}: the Hub cannot be reached ({error}). Look at the network and at HF_ENDPOINT, and push again; "
-            "what was uploaded is not uploaded again."
+            f"{args.repo}: the Hub cannot be reached ({error}). Look at the network and at HF_ENDPOINT, and push again."
         ) from error
     print(f"traces: {url}")
     return 0

@@ -213,7 +213,7 @@ def _batch_line(training: Any, launch: Launch) -> str:
     step = training.per_device_train_batch_size * training.gradient_accumulation_steps * launch.replicas
     prompts = training.generation_batch_size // training.num_generations
     return (
-        f"{step} completions a step; {training.generation_batch_size} a generation: {prompts} prompts x "
+        f"{step} completions per step; {training.generation_batch_size} per generation: {prompts} prompts x "
         f"{training.num_generations}"
     )
 
@@ -231,7 +231,7 @@ def _engine_line(training: Any) -> str:
 def _replay_line(training: Any, settings: SamplingSettings) -> str:
     parts = []
     if settings.truncates:
-        bound = f"at most {settings.top_k} candidates a token" if settings.top_k else "supports of any size"
+        bound = f"at most {settings.top_k} candidates per token" if settings.top_k else "supports of any size"
         parts.append(f"sampling supports ({bound})")
     if training.routed_experts_replay:
         parts.append("routed experts")

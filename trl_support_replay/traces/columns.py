@@ -1,4 +1,4 @@
-"""Traces as ordinary `datasets` columns: one row a completion, readable without this package.
+"""Traces as ordinary `datasets` columns: one row per completion, readable without this package.
 
 | column | type | meaning |
 |---|---|---|
@@ -18,7 +18,7 @@
 | `reward_digest` | uint32 | checksum of `reward`, where there is one |
 | `schema_version` | int32 | 1 |
 
-An Arrow list-of-list is a CSR matrix, so supports go in and come out without a Python object a token.
+An Arrow list-of-list is a CSR matrix, so supports go in and come out without a Python object per token.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def _replacing(target: Path) -> Iterator[BinaryIO]:
 
 
 class ShardFolder:
-    """A folder of traces, one Parquet file a generation batch and process.
+    """A folder of traces, one Parquet file per generation batch and process.
 
     A shard is written beside its place and moved there in one step, so that whatever kills the writer leaves only whole
     shards. `datasets.load_dataset("parquet", data_files="<folder>/*.parquet")` reads them all.
