@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trl_support_replay.dataset_columns import DatasetColumns
 from trl_support_replay.trace_saving import TraceSaver
 from trl_support_replay.traces.columns import (
     Trace,
@@ -328,6 +329,7 @@ def test_shards_are_whole_or_absent(tmp_path, monkeypatch):
     ]
     assert not list(tmp_path.glob(".*"))
     (tmp_path / ".traces-00000009-000-00000.parquet.1.partial").write_bytes(b"PAR1")
+    (tmp_path / ".capture.json.1.partial").write_bytes(b"{")
     assert [p.name for p in folder.discard_from(5)] == ["traces-00000007-000-00001.parquet"]
     assert not list(tmp_path.glob(".*")) and len(folder.shards()) == 1
 
@@ -342,6 +344,21 @@ def test_fewer_processes_remove_what_more_have_written(tmp_path):
     assert sorted(p.name[25:26] for p in tmp_path.glob(".*")) == ["0", "2", "4"]
     folder.discard_from(3, 0, 2)
     assert not list(tmp_path.iterdir())
+
+
+def test_shards_that_a_killed_run_wrote_only_partly_anew_get_one_type(tmp_path):
+    """A column of nulls gets a type in a later batch, and the run dies while it writes the earlier shards anew."""
+    folder = ShardFolder(tmp_path)
+
+    def shard(value):
+        return traces_to_table([make_trace(np.random.default_rng(0), extra={"note": value})], **ORIGIN)
+
+    for number in range(3):
+        folder.write(shard(None), number)
+    folder.write(shard("rewritten"), 0)
+    resumed = DatasetColumns(None)
+    folder.write(resumed.settle(shard("new"), folder, 0, 1), 3)
+    assert {str(pq.read_schema(path).field("note").type) for path in folder.shards()} == {"string"}
 
 
 def test_a_column_of_nulls_keeps_the_type_of_its_dataset(tmp_path):

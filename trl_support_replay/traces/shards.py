@@ -121,6 +121,8 @@ class ShardFolder:
             for p in self.path.glob(f".traces-*{_PARTIAL}")
             if (match := _NAME.match(p.name, 1)) and int(match[3]) % num_processes == process
         ]
+        if process == 0:
+            partial += self.path.glob(f".*.json.*{_PARTIAL}")  # of `record`, which one process writes
         for path in removed + partial:
             path.unlink(missing_ok=True)
         return removed
