@@ -184,3 +184,10 @@ def test_an_option_wins_over_the_file():
     assert Launch.read(options).processes == 2
     assert Launch.read(["--num_processes", "3"]).method == "DDP"
     assert Launch.read([]) == Launch()
+
+
+def test_a_torn_deepspeed_file_is_named(tmp_path):
+    torn = tmp_path / "zero.json"
+    torn.write_text('{"zero_opt')
+    with pytest.raises(ValueError, match=r"zero\.json is not a JSON object"):
+        Launch.read(["--use_deepspeed", "--deepspeed_config_file", str(torn)])

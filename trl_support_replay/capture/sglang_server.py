@@ -177,8 +177,8 @@ class SGLangRollout:
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         """Completions of `prompts`, in the form that TRL expects from a `rollout_func`."""
         # `train()` begins anew with a state of its own, whose steps are others.
-        held = self._loaded_at is not None and self._loaded_at[0] is trainer.state
-        if self._weights_dir is not None and not (held and self._loaded_at[1] == trainer.state.global_step):
+        state, step = self._loaded_at or (None, None)
+        if self._weights_dir is not None and not (state is trainer.state and step == trainer.state.global_step):
             self._sync(trainer)
         return self._sample(prompts, trainer)
 
