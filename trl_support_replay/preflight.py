@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,15 @@ def check_dataset(dataset: Any, name: str) -> None:
         name: what to call it.
 
     Raises:
-        InputError: it has no `prompt` column and holds no traces either, or no rows.
+        InputError: it has no `prompt` column and holds no traces either, or no rows, or several splits.
     """
     from .offline import is_trace_dataset
 
     columns = getattr(dataset, "column_names", None)
     if columns is None:
         return
+    if isinstance(columns, Mapping):
+        raise InputError(f"{name} is a dictionary of the splits {', '.join(columns)}. Give one of them.")
     if "prompt" not in columns and not is_trace_dataset(dataset):
         raise InputError(
             f"{name} has no 'prompt' column (it has: {', '.join(columns) or 'none'}). GRPO needs a prompt in each row: "

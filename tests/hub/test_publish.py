@@ -153,6 +153,9 @@ def test_a_card_is_replaced_and_not_repeated(tmp_path):
     add_section(path, FACTS)
     assert path.read_text() == once and once.count("## Sampling-support replay") == 1
     assert section(FACTS) in once and "routed-experts-replay" in ModelCard(once).data.tags
+    path.write_text(once.partition("### Framework versions")[0])  # of another template
+    add_section(path, FACTS)
+    assert path.read_text().count("## Sampling-support replay") == 1
     assert once.index("## Sampling-support replay") < once.index("### Framework versions") < once.index("- TRL: 1")
 
 

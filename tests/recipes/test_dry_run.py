@@ -77,6 +77,8 @@ def test_a_setting_that_cannot_be_replayed_fails_the_dry_run(capsys):
         (["--reward_funcs", "exact"], "neither one of accuracy_reward"),
         (["--tools", "recipes.tools.divide"], "--tools recipes.tools.divide"),
         (["--tools", "recipes.tools._OPERATORS"], "a dict cannot be called"),
+        (["--reward_funcs", "math.pi"], "--reward_funcs math.pi: a float cannot be called"),
+        (["--dataset_map", "math.pi"], "--dataset_map math.pi: a float cannot be called"),
         (["--dataset_map", "gsm9k"], "neither one of gsm8k, nor a dotted import path"),
         (["--routed_experts_replay", "true"], "is not a mixture of experts"),
         (["--per_device_train_batch_size", "3"], "must be divisible by num_generations (8)"),

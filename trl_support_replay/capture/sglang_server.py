@@ -178,7 +178,8 @@ class SGLangRollout:
         """Completions of `prompts`, in the form that TRL expects from a `rollout_func`."""
         # `train()` begins anew with a state of its own, whose steps are others.
         state, step = self._loaded_at or (None, None)
-        if self._weights_dir is not None and not (state is trainer.state and step == trainer.state.global_step):
+        held = step == trainer.state.global_step and state is trainer.state
+        if self._weights_dir is not None and not held:
             self._sync(trainer)
         return self._sample(prompts, trainer)
 
