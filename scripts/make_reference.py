@@ -81,6 +81,8 @@ nats. The commands `score` and `audit` compare the scores in the same way.
 |---|---|
 | `top_p` or `min_p` without `top_k` | nothing bounds the support, and vLLM reports a bounded number of candidates |
 | `vllm_engine_kwargs` with `vllm_mode="server"` | they reach the colocated engine only |
+| `vllm_engine_kwargs['tensor_parallel_size']` or `['pipeline_parallel_size']`, other than 1 | TRL would not know that \
+processes share an engine; `vllm_tensor_parallel_size` is its setting |
 | a half-precision engine on a CPU | vLLM's weight sync has no effect there |
 | a package with an entry point in `vllm.logits_processors` | vLLM loads it into each engine, without any setting |
 {vllm}
@@ -94,7 +96,8 @@ completions of a prompt come out alike.
 
 ## With transformers `generate`
 
-The model's own `generation_config` counts as well, for whatever TRL does not set.
+The model's own `generation_config.json` counts as well, for whatever TRL does not set. Where a model has none, such
+settings in its `config.json` count.
 
 | setting | why |
 |---|---|
@@ -107,6 +110,7 @@ The model's own `generation_config` counts as well, for whatever TRL does not se
 |---|---|
 | no `top_k`, with a server that does not tell its `sampling_mask_max_tokens` | it wants a `top_k` with each mask |
 | a server with `--speculative-algorithm` | {drafts} |
+| a server with `--dllm-algorithm` | {diffusion} |
 | a server whose `--preferred-sampling-params` hold one of those below | it adds them to every request |
 {sglang}
 ## With saved traces
@@ -154,6 +158,7 @@ def refused_page() -> str:
         + _rows("vllm_engine_kwargs[{!r}]", vllm.ENGINE),
         transformers=_rows("{}", trl.WITHOUT_VLLM) + _rows("generation_kwargs[{!r}]", generate.CONFIG),
         drafts=vllm.ENGINE["speculative_config"].reason,
+        diffusion=vllm.ENGINE["diffusion_config"].reason,
         sglang=_rows("sampling_params[{!r}]", sglang.REQUEST),
         families="| `model_type` | why |\n|---|---|\n"
         + "".join(f"| `{name}` | {reason} |\n" for name, reason in REFUSED_FAMILIES.items()),

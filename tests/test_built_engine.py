@@ -50,6 +50,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
         ({"logits_processors": ["some.module:Processor"]}, "logits_processors"),
         ({"logprobs_mode": "raw_logprobs"}, "logprobs_mode"),
         ({"scheduler_cls": "some.module.Scheduler"}, "scheduler_cls"),
+        ({"worker_cls": "some.module.Worker"}, "worker_cls"),
     ],
 )
 def test_each_spelling_is_found(built, form, kwargs, setting):

@@ -212,6 +212,8 @@ def test_a_fixed_seed_is_warned_of(tmp_path, caplog, name):
         (HF | {"generation_kwargs": {"stop": ["."]}}, "generation_kwargs['stop']"),
         (VLLM | {"vllm_engine_kwargs": {"logprobs_mode": "raw_logprobs"}}, "vllm_engine_kwargs['logprobs_mode']"),
         (VLLM | {"vllm_engine_kwargs": {"max_logprobs": 5}}, "vllm_engine_kwargs['max_logprobs']"),
+        (VLLM | {"vllm_engine_kwargs": {"max_logprobs": "many"}}, "vllm_engine_kwargs['max_logprobs']"),
+        (VLLM | {"generation_kwargs": {1: 2}}, "generation_kwargs[1]"),
         (HF | {"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching"),
         (HF | {"generation_kwargs": {"num_beams": 2}}, "generation_kwargs['num_beams']"),
         (HF | {"generation_kwargs": {"do_sample": False}}, "generation_kwargs['do_sample']"),
@@ -296,6 +298,13 @@ def test_servers_that_nccl_would_not_reach_are_refused(tmp_path, urls, replay):
 def test_the_data_type_of_the_engine_has_a_setting_of_its_own(tmp_path, replay):
     with pytest.raises(ValueError, match=r"^vllm_engine_kwargs\['dtype'\]='bfloat16' .* Set vllm_dtype='bfloat16'"):
         config(tmp_path, use_vllm=True, vllm_engine_kwargs={"dtype": "bfloat16"}, **replay)
+
+
+@pytest.mark.parametrize("name", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_an_engine_is_shared_by_processes_with_trls_own_setting_only(tmp_path, name):
+    with pytest.raises(ValueError, match=f"{name}'\\]=2: TRL would not know.* vllm_tensor_parallel_size"):
+        config(tmp_path, **VLLM, vllm_engine_kwargs={name: 2})
+    assert config(tmp_path, **VLLM, vllm_engine_kwargs={name: 1})
 
 
 def test_a_server_has_to_be_told_how_long_completions_may_be(tmp_path):

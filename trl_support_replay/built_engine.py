@@ -29,8 +29,11 @@ def config_refusals(vllm_config: Any) -> list[UnreplayableSettingError]:
         vllm_config: a `VllmConfig`, or one as JSON, as a server in development mode tells it.
     """
     refused = []
-    scheduler = {"scheduler_cls": _get(_get(vllm_config, "scheduler_config"), "scheduler_cls")}
-    for owner in (vllm_config, _get(vllm_config, "model_config"), scheduler):
+    classes = {"scheduler_cls": _get(_get(vllm_config, "scheduler_config"), "scheduler_cls")}
+    worker = _get(_get(vllm_config, "parallel_config"), "worker_cls")
+    if not str(worker).startswith("vllm."):  # vLLM puts its own class for the platform in the place of "auto"
+        classes["worker_cls"] = worker
+    for owner in (vllm_config, _get(vllm_config, "model_config"), classes):
         for name, value in _changed(owner):
             field = BUILT.get(name)
             why = unknown(name, BUILT) if field is None else field.refused(value)

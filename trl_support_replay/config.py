@@ -115,7 +115,7 @@ class ReplayConfig(_TRLConfig):
     save_traces: str | None = field(
         default=None,
         metadata={
-            "help": "Folder for the traces of every generation batch: one Parquet shard a batch and process, with "
+            "help": "Folder for the traces of every generation batch: one Parquet shard per batch and process, with "
             "tokens, supports, log-probs, routes, rewards and the dataset's columns. Train on them again by giving "
             "them as train_dataset."
         },
@@ -262,6 +262,12 @@ class ReplayConfig(_TRLConfig):
                 f"vllm_engine_kwargs['dtype']={dtype!r} would not be known to the weight sync and to replay_check, "
                 f"which depend on the engine's data type. Set vllm_dtype={dtype!r} instead."
             )
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if isinstance(engine, dict) and engine.get(name) not in (None, 1):
+                raise ValueError(
+                    f"vllm_engine_kwargs[{name!r}]={engine[name]!r}: TRL would not know that processes share an "
+                    "engine, and each would give it other prompts. Set vllm_tensor_parallel_size instead."
+                )
         settings = check_contract(self)
         spell_off_alike(self)
         for warning in warnings_of(self):

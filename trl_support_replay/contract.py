@@ -19,6 +19,7 @@ from .sampling_table import Effect, Field, Refused, generate, trl, unknown, vllm
 # vLLM raises lower temperatures to this one, in each request.
 _VLLM_LEAST_TEMPERATURE = 0.01
 _LOGITS_PROCESSORS = "vllm.logits_processors"
+_CLEAR = "Clear it there, or in config.json where the model has no generation_config.json"
 _NO_DICTIONARY = Refused("it is not a dictionary", "Give names and values")
 
 
@@ -265,7 +266,10 @@ def _check_vllm(args: Any, settings: SamplingSettings, replays: bool) -> Iterato
         )
     yield from _judge(engine_kwargs, vllm.ENGINE, "vllm_engine_kwargs[{!r}]", settings.truncates, replays)
     max_logprobs = engine_kwargs.get("max_logprobs")
-    if max_logprobs is not None and 0 <= max_logprobs < settings.top_k:
+    if not isinstance(max_logprobs, int | None):
+        reason, remedy = "it is not a value of this setting", "Leave it out (it is set for you)"
+        yield UnreplayableSettingError("vllm_engine_kwargs['max_logprobs']", max_logprobs, reason, remedy)
+    elif max_logprobs is not None and 0 <= max_logprobs < settings.top_k:
         yield UnreplayableSettingError(
             "vllm_engine_kwargs['max_logprobs']",
             max_logprobs,
@@ -298,7 +302,7 @@ def _check_inherited(
     inherited = {name: getattr(generation_config, name, None) for name in read}
     spelling = "the model's generation_config.{}"
     for error in _judge(inherited, generate.CONFIG, spelling, truncates, replays):
-        yield UnreplayableSettingError(error.setting, error.value, error.reason, "Clear it there")
+        yield UnreplayableSettingError(error.setting, error.value, error.reason, _CLEAR)
 
 
 def _judge(

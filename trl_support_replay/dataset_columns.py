@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from datasets import Features
 from datasets.features.features import require_decoding
 
 from .traces.columns import OWN_COLUMNS, TraceSchemaError
-from .traces.reading import read_parquet
+from .traces.reading import read_parquet, read_schema
 from .traces.shards import ShardFolder, write_whole
 
 
@@ -57,14 +58,14 @@ class DatasetColumns:
             TraceSchemaError: naming a column whose values no one type holds.
         """
         earlier = folder.shards_of(process, num_processes)
-        if self._settled is None:
-            self._settled = _own(read_parquet(earlier[0]).schema) if earlier else pa.schema([])
-        merged = _merged(self._settled, _own(table.schema))
+        settled = self._settled
+        if settled is None:  # a run that was killed may have written only some of its shards anew
+            settled = functools.reduce(_merged, (_own(read_schema(shard)) for shard in earlier), pa.schema([]))
+        merged = _merged(settled, _own(table.schema))
         if merged != self._settled:
             for shard in earlier:
-                held = read_parquet(shard)
-                if _own(held.schema) != merged:
-                    write_whole(_promoted(held, merged), shard)
+                if _own(read_schema(shard)) != merged:
+                    write_whole(_promoted(read_parquet(shard), merged), shard)
         self._settled = merged
         return _promoted(table, merged)
 

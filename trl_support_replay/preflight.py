@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,15 @@ def check_dataset(dataset: Any, name: str) -> None:
         name: what to call it.
 
     Raises:
-        InputError: it has no `prompt` column and holds no traces either, or no rows.
+        InputError: it has no `prompt` column and holds no traces either, or no rows, or several splits.
     """
     from .offline import is_trace_dataset
 
     columns = getattr(dataset, "column_names", None)
     if columns is None:
         return
+    if isinstance(columns, Mapping):
+        raise InputError(f"{name} is a dictionary of the splits {', '.join(columns)}. Give one of them.")
     if "prompt" not in columns and not is_trace_dataset(dataset):
         raise InputError(
             f"{name} has no 'prompt' column (it has: {', '.join(columns) or 'none'}). GRPO needs a prompt in each row: "
@@ -92,7 +95,28 @@ def own_generation_config(model: Any, args: Any) -> GenerationConfig | None:
     if not isinstance(model, str):
         return getattr(model, "generation_config", None)
     init_kwargs: Any = args.model_init_kwargs or {}  # a dict by now: the config has parsed what came as JSON
-    try:
-        return GenerationConfig.from_pretrained(model, revision=init_kwargs.get("revision") or "main")
-    except OSError:
-        return None
+    return generation_defaults(model, init_kwargs.get("revision"))
+
+
+def generation_defaults(model: str, revision: str | None = None) -> GenerationConfig | None:
+    """The generation defaults of a model's files, as `from_pretrained` takes them; `None` when they hold none.
+
+    Older models have them in `config.json`, which counts where there is no `generation_config.json`.
+
+    Args:
+        model: a folder or a Hub name.
+        revision: of the Hub repository.
+
+    Raises:
+        InputError: a file that holds something else than settings.
+    """
+    files: tuple[dict[str, Any], ...] = ({}, {"config_file_name": "config.json", "_from_model_config": True})
+    for file in files:
+        try:
+            return GenerationConfig.from_pretrained(model, revision=revision or "main", **file)
+        except OSError:
+            continue
+        except TypeError as error:  # JSON that is no object
+            name = file.get("config_file_name", "generation_config.json")
+            raise InputError(f"{model}: {name} holds no settings ({error}). Restore it from a copy.") from error
+    return None

@@ -1,10 +1,12 @@
 """Saved traces as `--dataset_name` of the `grpo` command."""
 
+import shutil
 from types import SimpleNamespace
 
 import datasets
 import pytest
 
+from tests.cli.conftest import run_cli
 from trl_support_replay.cli import CommandError
 from trl_support_replay.grpo_inputs.datasets import load_splits
 from trl_support_replay.traces.columns import TraceSchemaError
@@ -47,3 +49,13 @@ def test_other_files_that_cannot_be_read_are_named(tmp_path):
     (tmp_path / "train.parquet").write_bytes(b"PAR1 torn")
     with pytest.raises(CommandError, match=f"--dataset_name {tmp_path} cannot be read"):
         load(tmp_path)
+
+
+def test_damaged_weights_are_one_message(tiny_model_path, captured, tmp_path, capsys):
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model_path, model)
+    (model / "model.safetensors").write_bytes(b"\0" * 100)
+    arguments = ("--model_name_or_path", model, "--dataset_name", captured, "--output_dir", tmp_path / "out")
+    reward = ("--reward_funcs", "think_format_reward", "--use_cpu", "true", "--bf16", "false", "--top_p", 0.9)
+    code, text = run_cli(capsys, "grpo", *arguments, *reward, "--num_generations", 2)
+    assert code == 2 and "deserializing header" in text and "Traceback" not in text, text

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tests.cli.conftest import CLI, capture, cli, run_cli
 from trl_support_replay.cli import main
@@ -86,6 +86,15 @@ def test_inspect_names_row_and_token(captured, tmp_path, capsys):
     assert code == 1 and f"{broken.name}, row 1" in text and "4" in text
 
 
+@pytest.mark.parametrize("name", ["sampling", "model"])
+def test_inspect_names_columns_that_occur_twice(captured, tmp_path, capsys, name):
+    table = pq.read_table(sorted(captured.glob("*.parquet"))[0])
+    twice = pa.table([*table.columns, table[name]], names=[*table.column_names, name])
+    pq.write_table(twice, tmp_path / "twice.parquet")
+    code, text = run_cli(capsys, "inspect", "--traces", tmp_path)
+    assert code == 1 and f"twice.parquet: The columns ['{name}'] occur more than once" in text
+
+
 def test_inspect_of_nothing_and_of_torn_files(tmp_path, capsys):
     assert main(["inspect", "--traces", str(tmp_path)]) == 2
     (tmp_path / "traces-00000000-000-00000.parquet").write_bytes(b"PAR1 torn")
@@ -137,6 +146,44 @@ def test_capture_reads_the_models_own_generation_defaults(tiny_model_path, promp
     assert code == 2 and "the model's generation_config.sequence_bias=" in text
 
 
+def test_capture_reads_the_generation_defaults_of_older_models_too(tiny_model_path, prompts, tmp_path, capsys):
+    """Without a `generation_config.json`, `from_pretrained` takes them from `config.json`."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model_path, model)
+    (model / "generation_config.json").unlink()
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"no_repeat_ngram_size": 2}))
+    assert AutoModelForCausalLM.from_pretrained(model).generation_config.no_repeat_ngram_size == 2
+    code, text = run_cli(capsys, *capture(model, prompts, tmp_path / "traces"))
+    assert code == 2 and "the model's generation_config.no_repeat_ngram_size=2 cannot be replayed" in text
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        (
+            "model.safetensors",
+            b"\0" * 100,
+            "cannot be loaded; give a folder with weights or a Hub name. SafetensorError:",
+        ),
+        ("tokenizer.json", b"{}", "has no tokenizer that can be loaded; give a folder or a Hub name. KeyError:"),
+        (
+            "tokenizer_config.json",
+            b"[]",
+            "has no tokenizer that can be loaded; give a folder or a Hub name. TypeError:",
+        ),
+        ("generation_config.json", b"[1]", "generation_config.json holds no settings"),
+        ("chat_template.jinja", b"{{ 'a' + 3 }}", "refuses the prompt: can only concatenate str"),
+    ],
+)
+def test_damaged_files_of_a_model_are_one_message(tiny_model_path, prompts, tmp_path, capsys, file, content, message):
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model_path, model)
+    (model / file).write_bytes(content)
+    code, text = run_cli(capsys, *capture(model, prompts, tmp_path / "traces"))
+    assert code == 2 and message in text
+
+
 def test_columns_of_several_types_are_refused_before_anything_is_sampled(tiny_model_path, tmp_path, capsys):
     (tmp_path / "data.jsonl").write_text('{"prompt": "a", "answer": 1}\n{"prompt": "b", "answer": "x"}\n')
     code, text = run_cli(capsys, *capture(tiny_model_path, tmp_path / "data.jsonl", tmp_path / "out"))
@@ -164,6 +211,8 @@ def test_a_dataset_without_prompts_is_named(tiny_model_path, tmp_path, capsys):
         (("--min_p", 1), "--min_p: 1 is not a probability"),
         (("--engine_kwargs", "[1]"), "--engine_kwargs: [1] is not a JSON object, as"),
         (("--engine_kwargs", "{eager"), "--engine_kwargs: {eager is not JSON: Expecting property name"),
+        (("--engine_kwargs", '{"dtype": "float16"}'), "--engine_kwargs holds dtype='float16'. Give it as --dtype."),
+        (("--engine_kwargs", '{"model": "other"}'), "--engine_kwargs holds model='other'. Give it as --model."),
         (("--dtype", "float99"), "--dtype: invalid choice: 'float99' (choose from"),
         (("--model", "no/such/folder"), "--model no/such/folder has no tokenizer that can be loaded"),
         (("--output", __file__), f"--output {__file__} is not a folder that can be written (File exists)"),

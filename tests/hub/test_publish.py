@@ -105,6 +105,12 @@ def test_a_wrong_token_is_one_message_without_the_token(published, tmp_path):
     assert wrong not in done.text
 
 
+def test_a_hub_out_of_reach_is_one_message(published, tmp_path):
+    nowhere = SimpleNamespace(url="http://127.0.0.1:9")
+    done = push(nowhere, tmp_path, published.folder / "traces")
+    assert done.code == 2 and "the Hub cannot be reached" in done.text and "Traceback" not in done.text, done.text
+
+
 def test_what_is_no_folder_of_shards_makes_no_repository(published, tmp_path):
     shard = sorted(published.folder.glob("traces/*.parquet"))[0]
     load_dataset("parquet", data_files=str(shard), split="train").save_to_disk(tmp_path / "saved")
@@ -147,6 +153,9 @@ def test_a_card_is_replaced_and_not_repeated(tmp_path):
     add_section(path, FACTS)
     assert path.read_text() == once and once.count("## Sampling-support replay") == 1
     assert section(FACTS) in once and "routed-experts-replay" in ModelCard(once).data.tags
+    path.write_text(once.partition("### Framework versions")[0])  # of another template
+    add_section(path, FACTS)
+    assert path.read_text().count("## Sampling-support replay") == 1
     assert once.index("## Sampling-support replay") < once.index("### Framework versions") < once.index("- TRL: 1")
 
 

@@ -196,6 +196,29 @@ def test_generation_arguments_that_are_no_mapping_are_refused(write, capsys):
     assert "refused: generation_kwargs='top_k=5' cannot be replayed" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.yaml", "top_k: 20\nmin_p: 1e-2\n", "top_k=20, min_p=0.01 would be replayed."),
+        ("a.sh", "trl grpo --top_k 20 --min_p 1e-2 --run_name 2024-99-99\n", "top_k=20, min_p=0.01 would be replayed."),
+        ("a.yaml", "use_vllm: true\ntop_k: 20\nmax_completion_length: long\n", "top_k=20 would be replayed."),
+        ("a.yaml", "use_vllm: true\ntop_k: 20\nvllm_importance_sampling_mode: null\n", "top_k=20 would be replayed."),
+        ("a.py", "GRPOConfig(top_k=20, generation_kwargs={'sequence_bias': {(5,): -1.0}})", "sequence_bias"),
+        ("a.py", "GRPOConfig(top_k=20, generation_kwargs={1: 2})", "generation_kwargs[1]=2 cannot be replayed"),
+        ("a.py", "GRPOConfig(top_k=20, **{1: 2})", "top_k=20 would be replayed."),
+        ("a.py", "GRPOConfig(top_k=20, generation_kwargs={[1]: 2})", "not read: generation_kwargs="),
+        (
+            "a.py",
+            "GRPOConfig(use_vllm=True, top_k=20, vllm_engine_kwargs={'max_logprobs': 'many'})",
+            "vllm_engine_kwargs['max_logprobs']='many' cannot be replayed",
+        ),
+    ],
+)
+def test_odd_values_have_a_verdict(write, capsys, name, text, message):
+    assert main(["check", str(write(name, text))]) in (0, 1)
+    assert message in capsys.readouterr().out
+
+
 def test_a_script_that_names_the_module_is_told_which_classes_to_take(write, capsys):
     assert main(["check", str(write("a.py", "import trl\nargs = trl.RLOOConfig('out', top_p=0.9)\n"))]) == 0
     text = capsys.readouterr().out
@@ -208,16 +231,20 @@ def test_a_script_that_names_the_module_is_told_which_classes_to_take(write, cap
     [
         ("a.py", "import trl\n", "makes no GRPOConfig"),
         ("a.py", "def (", "is not Python"),
-        ("a.yaml", "- a\n", "a mapping is needed"),
+        ("a.yaml", "- a\n", "a mapping of names to values is needed"),
         ("a.yaml", "a: [", "is not YAML"),
         ("a.sh", "trl sft\n", "calls no `trl grpo`"),
         ("a.sh", "trl grpo --config missing.yaml\n", "missing.yaml is neither beside"),
         ("a.sh", "trl grpo --x 'open\n", "does not parse"),
         ("a.txt", "", "is neither Python"),
+        ("a.yaml", "1: 2\n", "a mapping of names to values is needed"),
+        ("a.yaml", "run_name: 2024-99-99\n", "is not YAML: month must be in 1..12"),
+        ("a.sh", "trl grpo --config ../damaged.yaml\n", "damaged.yaml cannot be read: 'utf-8' codec"),
     ],
 )
 def test_files_that_say_nothing_are_refused(write, capsys, name, text, message):
     path = write(name, text)
+    (path.parent.parent / "damaged.yaml").write_bytes(b"\xff\xfe")
     with pytest.raises(SourceError, match="."):
         read_settings(path)
     assert main(["check", str(path)]) == 2

@@ -77,6 +77,8 @@ def test_a_setting_that_cannot_be_replayed_fails_the_dry_run(capsys):
         (["--reward_funcs", "exact"], "neither one of accuracy_reward"),
         (["--tools", "recipes.tools.divide"], "--tools recipes.tools.divide"),
         (["--tools", "recipes.tools._OPERATORS"], "a dict cannot be called"),
+        (["--reward_funcs", "math.pi"], "--reward_funcs math.pi: a float cannot be called"),
+        (["--dataset_map", "math.pi"], "--dataset_map math.pi: a float cannot be called"),
         (["--dataset_map", "gsm9k"], "neither one of gsm8k, nor a dotted import path"),
         (["--routed_experts_replay", "true"], "is not a mixture of experts"),
         (["--per_device_train_batch_size", "3"], "must be divisible by num_generations (8)"),
@@ -136,7 +138,7 @@ def test_a_device_that_is_too_small_is_told():
 def test_batches_are_checked_against_the_processes_that_will_run():
     arguments = [*SMALL, *REWARD, "--per_device_train_batch_size", "1", "--num_generations", "8"]
     options = launch_options([*arguments, "--accelerate_config", "zero3"], "", "").accelerate
-    assert "8 a generation: 1 prompts x 8" in dict(make_plan(arguments, options).settings)["batch"]
+    assert "8 per generation: 1 prompts x 8" in dict(make_plan(arguments, options).settings)["batch"]
     with pytest.raises(ValueError, match="divisible"):
         make_plan(arguments, [*options, "--num_processes", "4"])
 
@@ -184,3 +186,10 @@ def test_an_option_wins_over_the_file():
     assert Launch.read(options).processes == 2
     assert Launch.read(["--num_processes", "3"]).method == "DDP"
     assert Launch.read([]) == Launch()
+
+
+def test_a_torn_deepspeed_file_is_named(tmp_path):
+    torn = tmp_path / "zero.json"
+    torn.write_text('{"zero_opt')
+    with pytest.raises(ValueError, match=r"zero\.json is not a JSON object"):
+        Launch.read(["--use_deepspeed", "--deepspeed_config_file", str(torn)])

@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 from tests.parts import require
 from trl_support_replay.capture.generators import CaptureRequest
+from trl_support_replay.capture.recorder import SupportCaptureError
 from trl_support_replay.capture.server_generators import ServerGenerator
 from trl_support_replay.capture.vllm_outputs import num_candidates
 from trl_support_replay.contract import SamplingSettings
@@ -82,11 +83,21 @@ def test_repaired_supports_are_counted_all_the_way(pool_of):
     assert generator.repaired == 2
 
 
+def test_a_capture_from_a_server_that_is_given_other_weights_stops(pool_of):
+    with serving(HTTPServer(FakeEngine())) as server:
+        asked = CaptureRequest(SamplingSettings(top_k=8), 1, max_tokens=4, seed=0)
+        generator = ServerGenerator("vllm-server", [server.url], asked)
+        generator.generate([[5, 6, 7]], 0)
+        pool_of(server.url).set_weights("step-2", reload=False)
+        with pytest.raises(SupportCaptureError, match="weights \\['None', 'step-2'\\]"):
+            generator.generate([[5, 6, 7]], 1)
+
+
 class StockVLLM:
     """The part of a stock vLLM server that is asked for log-probs, with a bound on how many it reports."""
 
     def __init__(self, limit, dtype):
-        self.limit, self.dtype, self.asked = limit, dtype, []
+        self.limit, self.dtype, self.asked, self.bodies = limit, dtype, [], []
 
     def app(self):
         return Starlette(
@@ -101,7 +112,8 @@ class StockVLLM:
         return JSONResponse({"vllm_config": {"model_config": {"dtype": self.dtype}}})
 
     async def _complete(self, received):
-        asked = json.loads(await received.body())["logprobs"]
+        self.bodies.append(json.loads(await received.body()))
+        asked = self.bodies[-1]["logprobs"]
         self.asked.append(asked)
         if asked > self.limit:
             text = f"Requested sample logprobs of {asked}, which is greater than max allowed: {self.limit}"
@@ -130,3 +142,15 @@ def test_a_stock_server_is_asked_for_as_many_as_it_reports(pool_of, limit, dtype
             ((sample,),) = pool.generate([request(top_k=20)])
             assert sample.support.to_lists() == [[7]]
     assert stock.asked == asked
+
+
+@pytest.mark.parametrize("support", [True, False])
+def test_a_stock_server_is_left_nothing_to_take_from_the_models_defaults(pool_of, support):
+    """vLLM fills in what a request leaves out from generation_config.json: another temperature, a narrower nucleus."""
+    stock = StockVLLM(1000, "torch.float32")
+    bare = GenerateRequest("bare", np.array([5], np.int32), sampling={"max_tokens": 1, "top_k": 20}, support=support)
+    with serving(AppServer(stock.app())) as server:
+        pool_of(server.url).generate([bare])
+    sent = stock.bodies[-1]
+    assert (sent["temperature"], sent["top_p"], sent["top_k"], sent["min_p"]) == (1.0, 1.0, 20, 0.0)
+    assert sent["repetition_penalty"] == 1.0

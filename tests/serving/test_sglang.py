@@ -165,6 +165,7 @@ def test_the_old_name_of_the_description_is_asked_for_as_well(pool_of):
     ("facts", "says"),
     [
         ({"speculative_algorithm": "EAGLE"}, "speculative_algorithm='EAGLE' cannot be replayed"),
+        ({"dllm_algorithm": "LowConfidence"}, "dllm_algorithm='LowConfidence' cannot be replayed"),
         ({"preferred_sampling_params": '{"repetition_penalty": 1.1}'}, "it shifts logits"),
         ({"preferred_sampling_params": {"new_knob": 1}}, "it is unknown here"),
     ],
@@ -315,6 +316,18 @@ def test_it_trains_as_a_rollout_func(build, tiny_model_path, tmp_path, truncatio
     assert [body["weight_version"][-7:] for body in fake.loaded] == ["-000000", "-000001", "-000002"]
     assert {body["sampling_params"]["top_k"] for body in fake.requests} == {truncation.get("top_k", 3584)}
     assert [path.name for path in (tmp_path / "weights").glob("[!.]*")] == [fake.version]
+
+
+def test_it_trains_a_second_time(build, tiny_model_path, tmp_path):
+    """The steps begin anew, and the versions of the weights do not: those of the first training may still be there."""
+    fake = SGLangWithModel(tiny_model_path)
+    with serving(AppServer(fake.app)) as server:
+        rollout = SGLangRollout([server.url], str(tmp_path / "weights"), retry=QUICK)
+        trainer = build(tiny_model_path, rollout_func=rollout, max_steps=1, learning_rate=1e-2, top_p=0.8)
+        trainer.train()
+        trainer.train()
+    assert [body["weight_version"][-7:] for body in fake.loaded] == ["-000000", "-000001"]
+    assert trainer.state.log_history[0]["support/logprob_gap_max"] < 1e-4
 
 
 def test_weights_that_are_not_synchronised_are_noticed(build, tiny_model_path):

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trl_support_replay.dataset_columns import DatasetColumns
 from trl_support_replay.trace_saving import TraceSaver
 from trl_support_replay.traces.columns import (
     Trace,
@@ -187,6 +188,12 @@ def negative_shape(table):
     return replaced("routed_experts_shape", shape, pa.list_(pa.int32()))(table)
 
 
+def shape_that_overflows(table):
+    """2^22 * 2^21 * 2^21 is 0 in 64 bits."""
+    empty = replaced("routed_experts", [], table.schema.field("routed_experts").type)(table)
+    return replaced("routed_experts_shape", [2**22, 2**21, 2**21], pa.list_(pa.int32()))(empty)
+
+
 ROUTE_COLUMNS = ("routed_experts_shape", "routed_experts_captured", "routed_experts_layers", "num_experts")
 
 
@@ -200,6 +207,7 @@ ROUTE_COLUMNS = ("routed_experts_shape", "routed_experts_captured", "routed_expe
         ),
         (replaced("num_experts", 300.0, pa.float64()), "num_experts holds values of type double, .* not integer"),
         (negative_shape, r"do not fill a shape of \[-"),
+        (shape_that_overflows, "0 expert ids do not fill a shape of"),
     ],
 )
 def test_broken_routes_are_refused(edit, message):
@@ -321,6 +329,7 @@ def test_shards_are_whole_or_absent(tmp_path, monkeypatch):
     ]
     assert not list(tmp_path.glob(".*"))
     (tmp_path / ".traces-00000009-000-00000.parquet.1.partial").write_bytes(b"PAR1")
+    (tmp_path / ".capture.json.1.partial").write_bytes(b"{")
     assert [p.name for p in folder.discard_from(5)] == ["traces-00000007-000-00001.parquet"]
     assert not list(tmp_path.glob(".*")) and len(folder.shards()) == 1
 
@@ -335,6 +344,21 @@ def test_fewer_processes_remove_what_more_have_written(tmp_path):
     assert sorted(p.name[25:26] for p in tmp_path.glob(".*")) == ["0", "2", "4"]
     folder.discard_from(3, 0, 2)
     assert not list(tmp_path.iterdir())
+
+
+def test_shards_that_a_killed_run_wrote_only_partly_anew_get_one_type(tmp_path):
+    """A column of nulls gets a type in a later batch, and the run dies while it writes the earlier shards anew."""
+    folder = ShardFolder(tmp_path)
+
+    def shard(value):
+        return traces_to_table([make_trace(np.random.default_rng(0), extra={"note": value})], **ORIGIN)
+
+    for number in range(3):
+        folder.write(shard(None), number)
+    folder.write(shard("rewritten"), 0)
+    resumed = DatasetColumns(None)
+    folder.write(resumed.settle(shard("new"), folder, 0, 1), 3)
+    assert {str(pq.read_schema(path).field("note").type) for path in folder.shards()} == {"string"}
 
 
 def test_a_column_of_nulls_keeps_the_type_of_its_dataset(tmp_path):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 
 import trl_support_replay.capture.vllm_engine as vllm_engine
 import trl_support_replay.trainer as trainer_module
@@ -30,6 +30,12 @@ def steps_done(trainer):
 def test_a_dataset_without_prompts_is_refused_before_the_model_is_loaded(build, rows, message):
     with pytest.raises(InputError, match=message):
         build("no/model", use_vllm=False, top_p=0.9, train_dataset=Dataset.from_dict(rows))
+
+
+def test_splits_in_the_place_of_one_are_named(build):
+    splits = DatasetDict({"train": Dataset.from_dict({"prompt": ["a"]}), "test": Dataset.from_dict({"prompt": ["a"]})})
+    with pytest.raises(InputError, match="train_dataset is a dictionary of the splits train, test"):
+        build("no/model", use_vllm=False, top_p=0.9, train_dataset=splits)
 
 
 def test_a_skipped_weight_sync_is_called_stale(build, vllm, smollm2_path, monkeypatch):

@@ -21,7 +21,7 @@ class CaptureRequest:
 
     Attributes:
         settings: sampling settings that truncate.
-        num_generations: completions a prompt.
+        num_generations: completions per prompt.
         max_tokens: longest completion.
         seed: of the first batch; each batch gets a seed of its own, so that a resumed capture equals a whole one.
     """

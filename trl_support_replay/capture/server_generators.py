@@ -13,6 +13,7 @@ from ..serving.servers import Server, check_server, connect_vllm
 from ..serving.transport import Transport
 from ..traces.columns import Trace
 from .generators import CaptureRequest
+from .recorder import SupportCaptureError
 from .sglang_server import connect_sglang
 
 _CONNECT: dict[str, Callable[[Transport], Awaitable[Server]]] = {"vllm-server": connect_vllm, "sglang": connect_sglang}
@@ -31,6 +32,7 @@ class ServerGenerator:
         self.name = engine
         self.repaired = 0
         self._request = request
+        self._weights: set[str | None] = set()  # versions that samples came from
         self._pool = ServerPool(urls, api_key=os.environ.get("VLLM_API_KEY"), connect=_CONNECT[engine])
         for server in self._pool.servers:
             check_server(server, request.settings)
@@ -57,7 +59,15 @@ class ServerGenerator:
             for i, prompt in enumerate(prompts)
         ]
         traces = []
-        for one, samples in zip(asked, self._pool.generate(asked), strict=True):
+        groups = self._pool.generate(asked)
+        self._weights |= {sample.weights_version for samples in groups for sample in samples}
+        if len(self._weights) > 1:
+            raise SupportCaptureError(
+                f"The samples of this capture come from the weights {sorted(map(str, self._weights))}: the servers "
+                "were given others meanwhile, or hold different ones. Capture from servers that nothing trains with, "
+                "into a new --output."
+            )
+        for one, samples in zip(asked, groups, strict=True):
             for sample in samples:
                 assert sample.support is not None
                 self.repaired += sample.repaired

@@ -41,6 +41,11 @@ _OLD_INFO = "/get_server_info"
 _UPDATE = "/update_weights_from_disk"
 # Names of ours that SGLang calls otherwise.
 _NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
+# Settings of a server with which it does not draw one token after another from the recorded supports.
+_ALGORITHMS = {
+    "speculative_algorithm": "it is not established that accepted draft tokens are drawn from the recorded support",
+    "dllm_algorithm": "a diffusion model does not draw its tokens one after another",
+}
 _OWNED = ("temperature", "top_p", "top_k", "min_p")
 _MAX_N = 256
 
@@ -165,12 +170,16 @@ class SGLangRollout:
 
         self._pool = ServerPool(urls, api_key=api_key, retry=retry, request_timeout=request_timeout, connect=connect)
         self._weights: VersionedWeights | None = None
-        self._loaded_step: int | None = None
+        self._loaded_at: tuple[Any, int] | None = None  # training state and step of the weights in the servers
+        self._num_syncs = 0
         self._version: str | None = None
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         """Completions of `prompts`, in the form that TRL expects from a `rollout_func`."""
-        if self._weights_dir is not None and trainer.state.global_step != self._loaded_step:
+        # `train()` begins anew with a state of its own, whose steps are others.
+        state, step = self._loaded_at or (None, None)
+        held = step == trainer.state.global_step and state is trainer.state
+        if self._weights_dir is not None and not held:
             self._sync(trainer)
         return self._sample(prompts, trainer)
 
@@ -240,10 +249,11 @@ class SGLangRollout:
             )
         if self._weights is None:
             self._weights = versions_of_run(accelerator, self._weights_dir or "")
-        weights, step = self._weights, trainer.state.global_step
-        version = weights.name(step)
+        weights = self._weights
+        version = weights.name(self._num_syncs)
+        self._num_syncs += 1
         # Gathers, so all processes take part; under ZeRO-3 only the engine around the model can. A checkpoint has one
-        # tensor an expert, unlike the model.
+        # tensor per expert, unlike the model.
         state = accelerator.get_state_dict(trainer.model_wrapped)
 
         def write_and_load() -> None:
@@ -254,7 +264,7 @@ class SGLangRollout:
 
         on_main(accelerator, write_and_load)
         self._pool.forget_prefixes()
-        self._version, self._loaded_step = version, step
+        self._version, self._loaded_at = version, (trainer.state, trainer.state.global_step)
 
 
 def _check_sampling(sampling: Mapping[str, Any], truncates: bool) -> None:
@@ -267,10 +277,9 @@ def _check_sampling(sampling: Mapping[str, Any], truncates: bool) -> None:
 def _unreplayable(facts: Mapping[str, Any]) -> list[dict[str, str]]:
     """Settings of the server that change what its requests draw from."""
     refused = []
-    drafts = facts.get("speculative_algorithm")
-    if drafts is not None:
-        reason = "it is not established that accepted draft tokens are drawn from the recorded support"
-        refused.append(UnreplayableSettingError("speculative_algorithm", drafts, reason, "Start the server without"))
+    for setting, reason in _ALGORITHMS.items():
+        if facts.get(setting) is not None:
+            refused.append(UnreplayableSettingError(setting, facts[setting], reason, "Start the server without"))
     preferred = facts.get("preferred_sampling_params") or {}
     try:
         _check_sampling(orjson.loads(preferred) if isinstance(preferred, str) else preferred, truncates=True)
@@ -346,7 +355,7 @@ def _read_output(output: Mapping[str, Any], request: GenerateRequest, index: int
         logprobs = np.asarray([entry[0] for entry in meta["output_token_logprobs"]], dtype=np.float32)
     if len(logprobs) != len(token_ids) or not np.isfinite(logprobs).all():
         raise SupportCaptureError(f"{where}: {len(logprobs)} log-probs, not all finite, for {len(token_ids)} tokens.")
-    return Sample(token_ids, logprobs, rows, None, 0, reason, 0, request.weights_version)
+    return Sample(token_ids, logprobs, rows, None, 0, reason, 0, version)
 
 
 def _read_mask(meta: Mapping[str, Any], token_ids: np.ndarray, where: str) -> tuple[SupportRows, np.ndarray]:

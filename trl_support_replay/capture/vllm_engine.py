@@ -89,7 +89,7 @@ def choose_capture(asked: str) -> str:
 class CheckpointWeights(VLLMGeneration):
     """TRL's engine, given weights under the names and shapes of a checkpoint, which is what vLLM loads.
 
-    Transformers holds the experts of a layer in one tensor, `[experts, ...]`; a checkpoint has one tensor an expert.
+    Transformers holds the experts of a layer in one tensor, `[experts, ...]`; a checkpoint has one tensor per expert.
     """
 
     def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:

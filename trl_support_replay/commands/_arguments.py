@@ -28,7 +28,7 @@ def command_parser(name: str, doc: str | None, example: str) -> argparse.Argumen
 
 def add_scoring_options(parser: argparse.ArgumentParser) -> None:
     """How models score saved traces: `--batch_size`, `--dtype`, `--device`."""
-    parser.add_argument("--batch_size", type=positive, default=8, help="traces a forward (default: %(default)s)")
+    parser.add_argument("--batch_size", type=positive, default=8, help="traces per forward (default: %(default)s)")
     parser.add_argument(
         "--dtype", choices=DTYPES, default="float32", help="data type of the models (default: %(default)s)"
     )

@@ -10,7 +10,7 @@ import argparse
 import contextlib
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ _ENGINES = ("transformers", "vllm", "vllm-server", "sglang")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write one shard of traces a batch of prompts."""
+    """Write one shard of traces per batch of prompts."""
     parser = command_parser(
         "capture",
         __doc__,
@@ -47,14 +47,14 @@ def main(argv: Sequence[str]) -> int:
         help="servers that are up, for --engine vllm-server and sglang; --model then names their tokenizer",
     )
     parser.add_argument(
-        "--num_generations", type=positive, default=1, help="completions a prompt (default: %(default)s)"
+        "--num_generations", type=positive, default=1, help="completions per prompt (default: %(default)s)"
     )
     parser.add_argument("--max_tokens", type=positive, default=256, help="longest completion (default: %(default)s)")
     parser.add_argument("--temperature", type=temperature, default=1.0, help="(default: %(default)s)")
     parser.add_argument("--top_p", type=top_p, default=1.0, help="1 is off (default: %(default)s)")
     parser.add_argument("--top_k", type=int, default=0, help="0 is off; vLLM needs one (default: %(default)s)")
     parser.add_argument("--min_p", type=min_p, default=0.0, help="0 is off (default: %(default)s)")
-    parser.add_argument("--batch_size", type=positive, default=8, help="prompts a shard (default: %(default)s)")
+    parser.add_argument("--batch_size", type=positive, default=8, help="prompts per shard (default: %(default)s)")
     parser.add_argument("--limit", type=positive, help="only the first so many prompts")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     parser.add_argument(
@@ -65,6 +65,9 @@ def main(argv: Sequence[str]) -> int:
     if (args.engine in ("vllm-server", "sglang")) != bool(args.server_url):
         shown = " ".join(map(without_credentials, args.server_url))
         raise CommandError(f"--engine {args.engine} and --server_url {shown or '(none)'} do not fit.")
+    for name in ("model", "dtype"):
+        if name in args.engine_kwargs:
+            raise CommandError(f"--engine_kwargs holds {name}={args.engine_kwargs[name]!r}. Give it as --{name}.")
 
     from dataclasses import replace
 
@@ -159,14 +162,11 @@ def _whole_shards(
 def _settings(args: argparse.Namespace) -> Any:
     from types import SimpleNamespace
 
-    from transformers import GenerationConfig
-
     from ..contract import check_contract
+    from ..preflight import generation_defaults
 
-    inherited = None
-    if args.engine == "transformers":  # takes what is not stated from the model's own defaults
-        with contextlib.suppress(OSError):
-            inherited = GenerationConfig.from_pretrained(args.model)
+    # `generate` takes what is not stated from the model's own defaults.
+    inherited = generation_defaults(args.model) if args.engine == "transformers" else None
     settings = check_contract(
         SimpleNamespace(
             temperature=args.temperature,
@@ -246,13 +246,8 @@ def _prompt_ids(args: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> 
 
     from ..traces.multimodal import check_ids
 
-    try:
+    with _loading(f"--model {args.model} has no tokenizer that can be loaded; give a folder or a Hub name"):
         tokenizer: Any = AutoTokenizer.from_pretrained(args.model)
-    except (OSError, ValueError) as error:
-        raise CommandError(
-            f"--model {args.model} has no tokenizer that can be loaded; give a folder or a Hub name. "
-            f"{str(error).splitlines()[0]}"
-        ) from error
     prompts = []
     for i, row in enumerate(rows):
         where, prompt = f"--dataset {args.dataset}, row {i}", row["prompt"]
@@ -263,7 +258,7 @@ def _prompt_ids(args: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> 
                 ids = tokenizer.apply_chat_template(
                     prompt, add_generation_prompt=True, tokenize=True, return_dict=False
                 )
-            except (ValueError, TemplateError) as error:
+            except (ValueError, TypeError, LookupError, TemplateError) as error:
                 raise CommandError(f"{where}: the chat template of {args.model} refuses the prompt: {error}") from error
         else:
             raise CommandError(f"{where}: prompt={prompt!r} is neither text nor messages with a role. Drop the row.")
@@ -286,12 +281,21 @@ def _generator(args: argparse.Namespace, settings: Any) -> Any:
         from ..capture.server_generators import ServerGenerator
 
         return ServerGenerator(args.engine, args.server_url, request)
-    try:
+    # Of an engine that does not start, the traceback says more than a line.
+    kinds = OSError if args.engine == "vllm" else Exception
+    with _loading(f"--model {args.model} cannot be loaded; give a folder with weights or a Hub name", kinds):
         if args.engine == "vllm":
             return VLLMGenerator(args.model, request, args.dtype, **args.engine_kwargs)
         return TransformersGenerator(args.model, request, args.dtype)
-    except OSError as error:
-        raise CommandError(
-            f"--model {args.model} cannot be loaded; give a folder with weights or a Hub name. "
-            f"{str(error).splitlines()[0]}"
-        ) from error
+
+
+@contextlib.contextmanager
+def _loading(failure: str, kinds: type[Exception] = Exception) -> Iterator[None]:
+    """What damaged files make a library raise, which is not limited to any types, becomes one message."""
+    try:
+        yield
+    except kinds as error:
+        if type(error).__module__.startswith("trl_support_replay."):
+            raise
+        first = (str(error).strip() or "no reason given").splitlines()[0]
+        raise CommandError(f"{failure}. {type(error).__name__}: {first}") from error

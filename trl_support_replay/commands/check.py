@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
         type=mass,
         nargs="+",
         metavar="MASS",
-        help="probability that truncation keeps, a token: what today's ratios are off by is computed for each "
+        help="probability that truncation keeps per token; what today's ratios are off by is computed for each "
         f"(default: {' '.join(map(str, _MASSES))})",
     )
     parser.add_argument("--length", type=positive, help="tokens of a completion (default: max_completion_length)")
@@ -45,7 +45,8 @@ def main(argv: Sequence[str]) -> int:
         for name, text in found.unknown.items():
             print(f"  not read: {name}={text}, which only a run would tell")
         if verdict.sampling.truncates:
-            length = args.length or found.values.get("max_completion_length") or 512
+            written = found.values.get("max_completion_length")
+            length = args.length or (written if isinstance(written, int) and written > 0 else 512)
             for line in _ratios(verdict, _masses(args.kept_mass, verdict.sampling.top_p), length, found.moved):
                 print(f"  {line}")
             for line in _changes(found):

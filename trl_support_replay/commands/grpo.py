@@ -15,10 +15,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import yaml
+from safetensors import SafetensorError
 
 from ..cli import CommandError, run
 
-_SAID = (ValueError, TypeError, OSError, ImportError)  # others say little by themselves
+_SAID = (ValueError, TypeError, OSError, ImportError, SafetensorError)  # others say little by themselves
 
 _EXAMPLES = """
 examples:

@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
         counts["files"] += 1
         schema = schema or table.schema
         try:
-            if "sampling" in table.column_names:
+            if table.column_names.count("sampling") == 1:  # `traces_of` names columns that occur twice
                 sampling_temperatures(table, name)
         except TraceSchemaError as error:
             problems.append(str(error))

@@ -22,6 +22,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--revision", help="branch to commit to (default: the main one)")
     args = parser.parse_args(argv)
 
+    import httpx
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
 
     from ..hub.traces import push_traces
@@ -30,5 +31,9 @@ def main(argv: Sequence[str]) -> int:
         url = push_traces(args.traces, args.repo, private=args.private, revision=args.revision)
     except (HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled) as error:
         raise CommandError(f"{args.repo}: {error}") from error
+    except httpx.TransportError as error:
+        raise CommandError(
+            f"{args.repo}: the Hub cannot be reached ({error}). Look at the network and at HF_ENDPOINT, and push again."
+        ) from error
     print(f"traces: {url}")
     return 0

@@ -16,7 +16,7 @@ _LABELS = {
     "logprob_gap_max": "log-prob gap, largest (nats)",
     "reward_first": "reward, first quarter",
     "reward_last": "reward, last quarter",
-    "step_seconds_median": "seconds a step, median",
+    "step_seconds_median": "seconds per step, median",
     "support_size_mean": "support size, mean",
     "singleton_fraction": "supports of one token",
 }

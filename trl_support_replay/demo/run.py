@@ -87,7 +87,13 @@ def _train(variant: str, model: Path, steps: int, folder: Path, rows: list[dict[
     with open(log, "w") as file, _progress(_TITLES[variant], steps) as show:
         # A session of its own: Ctrl-C reaches this process alone, which then stops the variant and reports.
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=file, text=True, env=environment, start_new_session=True
+            command,
+            stdout=subprocess.PIPE,
+            stderr=file,
+            text=True,
+            errors="replace",
+            env=environment,
+            start_new_session=True,
         )
         assert process.stdout is not None
         try:
@@ -104,7 +110,7 @@ def _train(variant: str, model: Path, steps: int, folder: Path, rows: list[dict[
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     if code != 0:
-        tail = "".join(log.read_text().splitlines(keepends=True)[-15:])
+        tail = "".join(log.read_text(errors="replace").splitlines(keepends=True)[-15:])
         raise DemoError(f"The variant '{variant}' failed with exit status {code}; the end of {log}:\n{tail}")
 
 

@@ -38,11 +38,18 @@ def imported(option: str, name: str, known: tuple[str, ...] = ()) -> Any:
         raise CommandError(f"{option} {name}: {error}.") from error
 
 
+def _function(option: str, name: str, known: tuple[str, ...] = ()) -> Callable[..., Any]:
+    found = imported(option, name, known)
+    if not callable(found):
+        raise CommandError(f"{option} {name}: a {type(found).__name__} cannot be called.")
+    return found
+
+
 def reward_functions(script_args: Any) -> list[Any]:
     """Reward models and functions, in the order of TRL's own script.
 
     Raises:
-        CommandError: a name that is unknown, or a reward that needs a package that is missing.
+        CommandError: a name that is unknown or cannot be called, or a reward that needs a package that is missing.
     """
     from trl import rewards as trl_rewards
 
@@ -62,7 +69,7 @@ def reward_functions(script_args: Any) -> list[Any]:
                 f"--reward_funcs {name} needs the package math-verify, which is not installed. "
                 "Run: pip install 'trl-support-replay[math]'"
             )
-        found.append(named[name] if name in named else imported("--reward_funcs", name, tuple(named)))
+        found.append(named[name] if name in named else _function("--reward_funcs", name, tuple(named)))
     return found
 
 
@@ -72,20 +79,16 @@ def tool_functions(script_args: Any) -> list[Callable[..., Any]] | None:
     Raises:
         CommandError: a path that leads nowhere, or to something that cannot be called.
     """
-    tools = [imported("--tools", name) for name in script_args.tools or []]
-    for name, tool in zip(script_args.tools or [], tools, strict=True):
-        if not callable(tool):
-            raise CommandError(f"--tools {name}: a {type(tool).__name__} cannot be called.")
-    return tools or None
+    return [_function("--tools", name) for name in script_args.tools or []] or None
 
 
 def dataset_map(script_args: Any) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
     """The function that makes rows with prompts of the dataset's own; `None` when they are used as they are.
 
     Raises:
-        CommandError: a name that is unknown.
+        CommandError: a name that is unknown, or of something that cannot be called.
     """
     name = script_args.dataset_map
     if name is None:
         return None
-    return DATASET_MAPS[name] if name in DATASET_MAPS else imported("--dataset_map", name, tuple(DATASET_MAPS))
+    return DATASET_MAPS[name] if name in DATASET_MAPS else _function("--dataset_map", name, tuple(DATASET_MAPS))

@@ -131,7 +131,8 @@ def add_section(path: Path, facts: RunFacts) -> None:
     card = ModelCard.load(path)
     start = card.text.find(_HEADING)
     if start >= 0:
-        card.text = card.text[:start] + card.text[card.text.index(_BEFORE, start) :]
+        end = card.text.find(_BEFORE, start)
+        card.text = card.text[:start] + (card.text[end:] if end >= 0 else "")
     head, before, rest = card.text.partition(_BEFORE)
     card.text = f"{head}{section(facts)}{before}{rest}" if before else f"{card.text.rstrip()}\n\n{section(facts)}"
     card.data.tags = sorted({*(card.data.tags or []), *TAGS, *(["routed-experts-replay"] if facts.routes else [])})

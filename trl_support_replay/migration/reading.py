@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import re
 import shlex
@@ -53,10 +54,7 @@ def read_settings(path: Path) -> list[FoundSettings]:
     Raises:
         SourceError: another kind of file, one that does not parse, or one without such settings.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SourceError(f"{path} cannot be read: {error}.") from error
+    text = _text(path)
     if path.suffix == ".py":
         found = _from_python(text, path.name)
     elif path.suffix in (".yaml", ".yml"):
@@ -69,6 +67,13 @@ def read_settings(path: Path) -> list[FoundSettings]:
         what = "makes no GRPOConfig or RLOOConfig" if path.suffix == ".py" else "calls no `trl grpo`"
         raise SourceError(f"{path} {what}.")
     return found
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SourceError(f"{path} cannot be read: {error}.") from error
 
 
 def replaced_import(text: str) -> str:
@@ -88,10 +93,10 @@ def replaced_import(text: str) -> str:
 def _from_yaml(text: str, path: Path) -> FoundSettings:
     try:
         values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # the latter of a day that no month has
         raise SourceError(f"{path} is not YAML: {error}.") from error
-    if not isinstance(values, dict):
-        raise SourceError(f"{path} holds no settings: a mapping is needed.")
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+        raise SourceError(f"{path} holds no settings: a mapping of names to values is needed.")
     return FoundSettings(path.name, {name: _parsed(value) for name, value in values.items()})
 
 
@@ -144,7 +149,7 @@ def _from_arguments(words: list[str], path: Path) -> FoundSettings:
         place = next((p for p in (path.parent / config, Path(config)) if p.is_file()), None)
         if place is None:
             raise SourceError(f"{path}: --config {config} is neither beside the script nor in the current folder.")
-        values = _from_yaml(place.read_text(), place).values | values
+        values = _from_yaml(_text(place), place).values | values
     unknown = {k: v for k, v in values.items() if isinstance(v, str) and "$" in v}
     return FoundSettings(path.name, {k: v for k, v in values.items() if k not in unknown}, unknown)
 
@@ -158,7 +163,10 @@ def _parsed(value: Any) -> Any:
             return json.loads(value)
         except ValueError:
             return value
-    return yaml.safe_load(value) if re.fullmatch(r"[-+.\w]+", value) else value
+    for kind in (int, float):  # YAML takes 1e-2 for text
+        with contextlib.suppress(ValueError):
+            return kind(value)
+    return {"true": True, "yes": True, "false": False, "no": False}.get(value.lower(), value)
 
 
 def _from_python(text: str, name: str) -> list[FoundSettings]:
@@ -205,7 +213,7 @@ def _literal_names(tree: ast.Module) -> dict[str, Any]:
         if len(expressions) == 1:
             try:
                 known[name] = _literal(expressions[0], {})
-            except ValueError:
+            except (ValueError, TypeError):
                 continue
     return known
 
@@ -216,13 +224,13 @@ def _keywords(call: ast.Call, names: Mapping[str, Any]) -> tuple[dict[str, Any],
     for keyword in call.keywords:
         try:
             value = _literal(keyword.value, names)
-        except ValueError:
+        except (ValueError, TypeError):  # the latter of a key that cannot be one
             unknown[keyword.arg or "**"] = ast.unparse(keyword.value)
             continue
         if keyword.arg is not None:
             values[keyword.arg] = value
         elif isinstance(value, dict):
-            values |= value
+            values |= {str(name): item for name, item in value.items()}
     return values, unknown
 
 
@@ -244,7 +252,8 @@ def _literal(node: ast.expr, names: Mapping[str, Any]) -> Any:
     if isinstance(node, ast.Dict):
         return {_literal(key, names): _literal(value, names) for key, value in _items(node)}
     if isinstance(node, ast.List | ast.Tuple):
-        return [_literal(item, names) for item in node.elts]
+        items = [_literal(item, names) for item in node.elts]
+        return tuple(items) if isinstance(node, ast.Tuple) else items
     if isinstance(node, ast.Call) and _called(node.func) == "dict" and not node.args:
         return {k.arg: _literal(k.value, names) for k in node.keywords}
     return ast.literal_eval(node)

@@ -66,7 +66,7 @@ def judge(values: Mapping[str, Any], algorithm: str = "GRPO") -> Verdict:
             for name in values
             if name not in fields and (close := difflib.get_close_matches(name, fields, n=1, cutoff=0.8))
         },
-        corrects=args.vllm_importance_sampling_mode.split("_")[0] if corrected else None,
+        corrects=str(args.vllm_importance_sampling_mode).split("_")[0] if corrected else None,
     )
 
 

@@ -78,7 +78,7 @@ class Launch:
 
 def _deepspeed(args: Any, found: dict[str, Any]) -> dict[str, Any]:
     path = args.deepspeed_config_file or found.get("deepspeed_config_file")
-    zero: dict[str, Any] = json.loads(Path(path).read_text()).get("zero_optimization", {}) if path else {}
+    zero: dict[str, Any] = _json(path).get("zero_optimization", {}) if path else {}
     stage = int(zero.get("stage", args.zero_stage or found.get("zero_stage", 2)))
 
     def offloads(what: str) -> bool:
@@ -94,6 +94,13 @@ def _deepspeed(args: Any, found: dict[str, Any]) -> dict[str, Any]:
         "offloads_optimizer": offloads("optimizer"),
         "offloads_weights": stage >= 3 and offloads("param"),
     }
+
+
+def _json(path: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(Path(path).read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"deepspeed_config_file {path} is not a JSON object: {error}.") from error
 
 
 def _fsdp(args: Any, found: dict[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ With P parameters of which P_t are trained, n processes, b completions a micro-b
 completion), h hidden size, L layers, and the bytes w of a weight, g of a gradient, o of the optimizer's state for a
 parameter, and e of an activation:
 
-    weights      w P            / n with ZeRO-3 or FSDP, and then two gathered units of e bytes a parameter besides
+    weights      w P            / n with ZeRO-3 or FSDP, and then two gathered units of e bytes per parameter besides
     gradients    g P_t          / n from ZeRO-2 on, and with FSDP
     optimizer    o P_t          / n from ZeRO-1 on, and with FSDP
     reference    w P            when beta > 0 and there is no adapter, / n as the weights
@@ -12,7 +12,7 @@ parameter, and e of an activation:
     scoring      b s h 8        the hidden states and their gradient in float32, and
                  4 h min(V, b c K)   the gradient of the candidates' rows, c tokens a completion with supports of K
     engine       a colocated vLLM takes the part of the device that it is given; nothing in server mode
-    traces       4 K + 17 bytes a token of a generation batch on the host (ids, offset, log-prob, loss mask),
+    traces       4 K + 17 bytes per token of a generation batch on the host (ids, offset, log-prob, loss mask),
                  and L_moe k bytes (2 L_moe k above 256 experts) for its routes
 
 Tensor parallelism over t processes divides the first four by t where they are not divided by n already.
@@ -21,7 +21,7 @@ The bytes follow from how precision is mixed: DeepSpeed keeps 2-byte weights and
 weights and Adam moments; elsewhere weights, gradients and Adam's two moments have the type the weights were loaded in,
 float32 with FSDP under mixed precision, and autocast holds 2-byte copies of float32 weights.
 
-What a decoder layer keeps for its backward, in bytes a token, counted in the layers of transformers with SDPA
+What a decoder layer keeps for its backward, in bytes per token, counted in the layers of transformers with SDPA
 attention (no term in s^2):
 
     a(e) = h (4 e + 8) + 2 e q + e kv + 4 e I            Llama
@@ -75,7 +75,7 @@ class Batch:
         micro: completions a device scores at a time.
         generation: completions a device generates at a time.
         prompt, completion: longest, in tokens.
-        support: candidates a token, at most.
+        support: candidates per token, at most.
     """
 
     micro: int
@@ -132,7 +132,7 @@ def precision(launch: Launch, dtype: str, mixed: str, optimizer: str, frozen_bit
 
 
 def layer_bytes(shapes: ModelShapes, compute: int) -> float:
-    """What one decoder layer keeps for its backward, in bytes a token: a(e) of the module's docstring."""
+    """What one decoder layer keeps for its backward, in bytes per token: a(e) of the module's docstring."""
     e = compute
     kept = shapes.hidden * (4 * e + 8) + 2 * e * shapes.query_width + e * shapes.kv_width
     if shapes.qk_norm:
@@ -154,7 +154,7 @@ def model_items(shapes: ModelShapes, launch: Launch, bytes_of: Precision, refere
     items = [
         Item("weights", weights, f"{shapes.parameters:,} parameters", launch.offloads_weights),
         Item("gradients", gradients, f"{shapes.trainable:,} trained", launch.offloads_weights),
-        Item("optimizer", optimizer, f"{bytes_of.optimizer:g} bytes a trained parameter", launch.offloads_optimizer),
+        Item("optimizer", optimizer, f"{bytes_of.optimizer:g} bytes per trained parameter", launch.offloads_optimizer),
     ]
     if launch.shards_weights:
         gathered = 2 * shapes.largest_unit * bytes_of.compute
@@ -191,10 +191,10 @@ def traces_item(shapes: ModelShapes, batch: Batch, replays_support: bool, replay
     if replays_routes:
         width = shapes.moe_layers * shapes.experts_per_token * (1 if shapes.experts <= 256 else 2)
         total += batch.generation * batch.width * width
-        note += f", {width} bytes of routes a token"
+        note += f", {width} bytes of routes per token"
     return Item("traces", total, note, on_host=True)
 
 
 def kv_bytes(shapes: ModelShapes, compute: int) -> int:
-    """The engine's cache of keys and values, in bytes a token."""
+    """The engine's cache of keys and values, in bytes per token."""
     return shapes.layers * shapes.kv_width * compute

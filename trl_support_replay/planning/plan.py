@@ -18,6 +18,7 @@ from ..contract import SamplingSettings, check_contract
 from ..environment import REQUIREMENTS, package_status
 from ..grpo_inputs.arguments import parse
 from ..grpo_inputs.named import dataset_map, reward_functions, tool_functions
+from ..preflight import generation_defaults
 from ..rebind import rebound
 from ..serving.urls import without_credentials
 from .launch import Launch
@@ -154,9 +155,7 @@ def _like_on_the_target() -> Iterator[None]:
 
 def _generation_config(model: str, training: Any) -> GenerationConfig | None:
     """The model's own defaults, when they are on this machine; only `generate` takes anything from them."""
-    if training.use_vllm or not (Path(model) / "generation_config.json").is_file():
-        return None
-    return GenerationConfig.from_pretrained(model)
+    return None if training.use_vllm or not Path(model).is_dir() else generation_defaults(model)
 
 
 def _peft_config(model: Any) -> Any:
@@ -214,7 +213,7 @@ def _batch_line(training: Any, launch: Launch) -> str:
     step = training.per_device_train_batch_size * training.gradient_accumulation_steps * launch.replicas
     prompts = training.generation_batch_size // training.num_generations
     return (
-        f"{step} completions a step; {training.generation_batch_size} a generation: {prompts} prompts x "
+        f"{step} completions per step; {training.generation_batch_size} per generation: {prompts} prompts x "
         f"{training.num_generations}"
     )
 
@@ -232,7 +231,7 @@ def _engine_line(training: Any) -> str:
 def _replay_line(training: Any, settings: SamplingSettings) -> str:
     parts = []
     if settings.truncates:
-        bound = f"at most {settings.top_k} candidates a token" if settings.top_k else "supports of any size"
+        bound = f"at most {settings.top_k} candidates per token" if settings.top_k else "supports of any size"
         parts.append(f"sampling supports ({bound})")
     if training.routed_experts_replay:
         parts.append("routed experts")

@@ -86,7 +86,7 @@ class Field:
 
 def unknown(name: str, known: Collection[str]) -> Refused:
     """The refusal of a setting that is in no table, which may be misspelt."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+    close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.8)
     return Refused(
         "it is unknown here, and so is what it does to the tokens that are drawn",
         f"Did you mean {close[0]}? Else leave it out" if close else "Leave it out",

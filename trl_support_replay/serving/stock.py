@@ -1,8 +1,8 @@
 """A vLLM server without the packed endpoint: what its own paths can be made to tell about supports.
 
 `/inference/v1/generate` returns the engine's sampling mask, when the server runs with `--return-sampling-mask`. Else
-`/v1/completions` returns log-probs of the best candidates, at hundreds of bytes a token; those that truncation removed
-are there with the smallest value that its JSON has.
+`/v1/completions` returns log-probs of the best candidates, at hundreds of bytes per token; those that truncation
+removed are there with the smallest value that its JSON has.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _COMPLETIONS = "/v1/completions"
 _TOKENS = "/inference/v1/generate"
 # vLLM writes -inf as this value.
 _REMOVED = -9999.0
-# Samples of one request. vLLM takes many more, but an answer has hundreds of bytes a token.
+# Samples of one request. vLLM takes many more, but an answer has hundreds of bytes per token.
 _MAX_N = 64
 _FINAL_ONLY = 2  # `RequestOutputKind`; else a request for several samples returns only the last one
 
@@ -79,11 +79,15 @@ class StockServer:
             raise ValueError(
                 f"routes_start={request.routes_start}: {self.url} has no packed endpoint to return routes."
             )
+        # What a request leaves out, the server takes from the model's generation_config.json.
         sampling = {
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
             "repetition_penalty": 1.0,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
-            "min_p": 0.0,
             **{name: value for name, value in request.sampling.items() if value is not None},
         }
         if self.capture == "native" and request.support:

@@ -1,4 +1,4 @@
-"""Traces as ordinary `datasets` columns: one row a completion, readable without this package.
+"""Traces as ordinary `datasets` columns: one row per completion, readable without this package.
 
 | column | type | meaning |
 |---|---|---|
@@ -18,13 +18,14 @@
 | `reward_digest` | uint32 | checksum of `reward`, where there is one |
 | `schema_version` | int32 | 1 |
 
-An Arrow list-of-list is a CSR matrix, so supports go in and come out without a Python object a token.
+An Arrow list-of-list is a CSR matrix, so supports go in and come out without a Python object per token.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -385,7 +386,7 @@ def _read_routes(table: pa.Table) -> list[RoutedExperts]:
         raise TraceSchemaError(f"Row {num_experts.index(None)} has no num_experts.")
     routes = []
     for i in range(table.num_rows):
-        if len(shapes[i]) != 3 or shapes[i].min() < 0 or int(np.prod(shapes[i])) != len(values[i]):
+        if len(shapes[i]) != 3 or shapes[i].min() < 0 or math.prod(shapes[i].tolist()) != len(values[i]):
             raise TraceSchemaError(f"Row {i}: {len(values[i])} expert ids do not fill a shape of {shapes[i].tolist()}.")
         routes.append(
             RoutedExperts(

@@ -82,6 +82,18 @@ def read_parquet(file: Path, columns: list[str] | None = None) -> pa.Table:
     return table
 
 
+def read_schema(file: Path) -> pa.Schema:
+    """The columns of a Parquet file, from its end alone.
+
+    Raises:
+        TraceSchemaError: the file cannot be read, or is not whole.
+    """
+    try:
+        return pq.read_schema(file)
+    except Exception as error:
+        raise TraceSchemaError(_told(file, "is not whole Parquet", error)) from error
+
+
 def _check_row_counts(metadata: pq.FileMetaData, num_rows: int) -> None:
     """A file says three times how many rows it has; pages have checksums, and this has none."""
     groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]

@@ -66,7 +66,7 @@ def _replacing(target: Path) -> Iterator[BinaryIO]:
 
 
 class ShardFolder:
-    """A folder of traces, one Parquet file a generation batch and process.
+    """A folder of traces, one Parquet file per generation batch and process.
 
     A shard is written beside its place and moved there in one step, so that whatever kills the writer leaves only whole
     shards. `datasets.load_dataset("parquet", data_files="<folder>/*.parquet")` reads them all.
@@ -121,6 +121,8 @@ class ShardFolder:
             for p in self.path.glob(f".traces-*{_PARTIAL}")
             if (match := _NAME.match(p.name, 1)) and int(match[3]) % num_processes == process
         ]
+        if process == 0:
+            partial += self.path.glob(f".*.json.*{_PARTIAL}")  # of `record`, which one process writes
         for path in removed + partial:
             path.unlink(missing_ok=True)
         return removed

@@ -1,4 +1,4 @@
-"""`SupportRows`: the sampling supports of a run of tokens, one row of candidate ids a token, packed row after row."""
+"""`SupportRows`: the sampling supports of a run of tokens, one row of candidate ids per token, packed row after row."""
 
 from __future__ import annotations
 
