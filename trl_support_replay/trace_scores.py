@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from .traces.columns import Trace
@@ -48,7 +49,7 @@ def load_model(
         model: Any = AutoModelForCausalLM.from_pretrained(
             name, revision=revision or "main", dtype=getattr(torch, dtype)
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         at = f" at revision {revision}" if revision else ""
         raise ScoringModelError(
             f"{option} {name}{at} cannot be loaded; give a folder with a causal language model or a Hub name. "

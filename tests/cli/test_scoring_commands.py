@@ -115,6 +115,15 @@ def test_a_folder_has_no_revision(captured, tiny_model_path, tmp_path, capsys):
     assert code == 2 and "is a folder, and a revision (x) belongs to a name on the Hub" in text
 
 
+def test_damaged_weights_are_named(captured, tiny_model_path, tmp_path, capsys):
+    damaged = tmp_path / "damaged"
+    shutil.copytree(tiny_model_path, damaged)
+    weights = damaged / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    code, text = run_cli(capsys, *score(captured, damaged, tmp_path / "out"))
+    assert code == 2 and f"--model {damaged} cannot be loaded; give a folder with a causal language model" in text
+
+
 def test_score_finds_that_a_shard_has_changed(captured, tiny_model_path, tmp_path, capsys):
     traces = shard_of(captured, tmp_path / "traces", lambda table: table)
     assert run_cli(capsys, *score(traces, tiny_model_path, tmp_path / "scored"))[0] == 0
