@@ -164,12 +164,12 @@ def check_refusals():
     start, stop = BOUNDS[world][0][rank : rank + 2]
     head = LMHead(torch.ones(stop - start, WIDTH), shard=VocabShard(start, stop, dist.group.WORLD))
     for rows, sampled, message in (
-        ([[1, 50], [1, 50]], [1, 30], "not among the ids of its support"),
-        ([[1, 50], [50]], [1, 30], "not among the ids of its support"),
-        ([[1, 50], []], [1, VOCAB], "not among the ids of its support"),
-        ([[1, 50], [1, VOCAB]], [1, 1], "an id beyond the head"),
-        ([[1, 50], [-1, 1]], [1, 1], "an id beyond the head"),
-        ([[1, 50], [VOCAB]], [1, VOCAB], "an id beyond the head"),
+        ([[1, 50], [1, 50]], [1, 30], "Token 1 was sampled as id 30, which is not among the 2 ids of its support;"),
+        ([[1, 50], [50]], [1, 30], "Token 1 was sampled as id 30, which is not among the 1 ids of its support;"),
+        ([[1, 50], []], [1, VOCAB], "not among the ids of its support (without one: of the head). First: token 1;"),
+        ([[1, 50], [1, VOCAB]], [1, 1], "an id beyond the head. First: token 1;"),
+        ([[1, 50], [-1, 1]], [1, 1], "an id beyond the head. First: token 1;"),
+        ([[1, 50], [VOCAB]], [1, VOCAB], "an id beyond the head. First: token 1;"),
     ):
         with counted_collectives() as forward:
             try:
@@ -178,7 +178,7 @@ def check_refusals():
                 )
             except ValueError as error:
                 assert message in str(error), error
-                assert "First: token 1; so for 1 of 2 tokens" in str(error), error
+                assert "; so for 1 of 2 tokens" in str(error), error
             else:
                 raise AssertionError(f"tokens {sampled} were scored over {rows}")
         assert forward == {"MAX": 1, "SUM": 1}, forward
