@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from trl_support_replay.environment import EnvironmentReport, report
+from trl_support_replay.libraries.environment import EnvironmentReport, report
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "compatibility.md"
 

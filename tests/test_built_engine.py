@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trl_support_replay.built_engine import config_refusals, engine_refusals
-from trl_support_replay.contract import UnreplayableSettingError
+from trl_support_replay.settings.built_engine import config_refusals, engine_refusals
+from trl_support_replay.settings.contract import UnreplayableSettingError
 
 pytest.importorskip("vllm", reason="builds configurations of vLLM")
 
@@ -80,7 +80,7 @@ def test_logits_processors_of_installed_packages_are_refused(built, tmp_path, mo
     assert "the entry point loud of shouting" in error.setting and error.value == "shouting:Processor"
 
     from trl_support_replay import SupportReplayGRPOConfig
-    from trl_support_replay.serving.command import ServeOptionError, serve_command
+    from trl_support_replay.server.command import ServeOptionError, serve_command
 
     kwargs = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "top_k": 8}
     with pytest.raises(UnreplayableSettingError, match="entry point loud of shouting.* Uninstall shouting"):

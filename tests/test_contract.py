@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 from transformers import GenerationConfig
 
-from trl_support_replay.config import SupportReplayGRPOConfig
-from trl_support_replay.contract import (
+from trl_support_replay.settings.config import SupportReplayGRPOConfig
+from trl_support_replay.settings.contract import (
     UnreplayableSettingError,
     check_contract,
     find_refusals,

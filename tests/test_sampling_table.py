@@ -9,7 +9,7 @@ import pytest
 from transformers import GenerationConfig, TrainingArguments
 from trl import GRPOConfig, RLOOConfig
 
-from trl_support_replay.sampling_table import Effect, Field, generate, sglang, trl, unknown, vllm
+from trl_support_replay.settings.sampling_table import Effect, Field, generate, sglang, trl, unknown, vllm
 
 
 def names(cls):

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from tests.trainer.conftest import tiny_model_path  # noqa: F401
 from tests.trainer.test_routes import moe_path  # noqa: F401
-from trl_support_replay.audit import AuditTraces
-from trl_support_replay.capture.recorder import SupportRecorder
-from trl_support_replay.capture.transformers_generate import ScoresRecorder, recording
+from trl_support_replay.analysis.audit import AuditTraces
+from trl_support_replay.engines.transformers_generate import ScoresRecorder, recording
+from trl_support_replay.rollouts.recorder import SupportRecorder
 from trl_support_replay.routing import RouterReplay
 from trl_support_replay.traces.columns import Trace
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from trl.trainer.utils import add_fused_lm_head
 
-from trl_support_replay.audit import audit_traces
-from trl_support_replay.audit.gaps import PARTS
-from trl_support_replay.audit.token_scores import RecordedTokens, TokenScorer
-from trl_support_replay.replay_head import add_replay_head
+from trl_support_replay.analysis.audit import audit_traces
+from trl_support_replay.analysis.audit.gaps import PARTS
+from trl_support_replay.analysis.audit.token_scores import RecordedTokens, TokenScorer
+from trl_support_replay.policy.replay_head import add_replay_head
 
 from .conftest import edited, sample
 

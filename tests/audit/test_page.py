@@ -14,13 +14,13 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from trl_support_replay.audit import audit_traces, load_traces
-from trl_support_replay.audit.gaps import PARTS
-from trl_support_replay.audit.page import render_page
-from trl_support_replay.audit.report import build_report
-from trl_support_replay.audit.token_view import MOST_CANDIDATES, add_samples
-from trl_support_replay.cli import main
-from trl_support_replay.model_probe import Probe
+from trl_support_replay.analysis.audit import audit_traces, load_traces
+from trl_support_replay.analysis.audit.gaps import PARTS
+from trl_support_replay.analysis.audit.page import render_page
+from trl_support_replay.analysis.audit.report import build_report
+from trl_support_replay.analysis.audit.token_view import MOST_CANDIDATES, add_samples
+from trl_support_replay.cli.main import main
+from trl_support_replay.policy.model_probe import Probe
 from trl_support_replay.traces.columns import TraceSchemaError, traces_to_table
 from trl_support_replay.traces.shards import ShardFolder
 from trl_support_replay.traces.support import SupportRows

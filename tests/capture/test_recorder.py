@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_support_replay.capture.recorder import SupportRecorder, TracedLogprob
+from trl_support_replay.rollouts.recorder import SupportRecorder, TracedLogprob
 from trl_support_replay.traces.routes import RoutedExperts, RoutesError
 from trl_support_replay.traces.support import SupportRows
 

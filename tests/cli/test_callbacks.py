@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from trl_support_replay.callbacks import MetricsFile, StopOnInterrupt
+from trl_support_replay.trainers.callbacks import MetricsFile, StopOnInterrupt
 
 
 def begin(folder, step=0, first=True):
@@ -79,7 +79,7 @@ def test_ctrl_c_saves_and_stops_at_the_end_of_the_step():
 
 def test_an_echo_is_not_a_second_ctrl_c_but_a_later_one_is(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("trl_support_replay.callbacks.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("trl_support_replay.trainers.callbacks.time.monotonic", lambda: now[0])
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt), StopOnInterrupt() as stop:
         os.kill(os.getpid(), signal.SIGINT)

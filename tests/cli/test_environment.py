@@ -8,8 +8,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from trl_support_replay import environment
-from trl_support_replay.environment import (
+from trl_support_replay.libraries import environment
+from trl_support_replay.libraries.environment import (
     PYTHON,
     REQUIREMENTS,
     UnsupportedVersionError,

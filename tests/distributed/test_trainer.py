@@ -18,7 +18,7 @@ from tests.serving.fakes import AppServer, serving
 from tests.serving.test_sglang import SGLangWithModel
 from tests.trainer.conftest import character_tokenizer
 from trl_support_replay import SupportReplayGRPOConfig
-from trl_support_replay.tensor_parallel import SampleGroups, check_tensor_parallel
+from trl_support_replay.parallel.tensor_parallel import SampleGroups, check_tensor_parallel
 
 WORKER = Path(__file__).with_name("trainer_worker.py")
 TORCHRUN = ["torch.distributed.run", "--standalone"]

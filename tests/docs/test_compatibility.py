@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from scripts.make_compatibility import MATRICES, PAGE, cell, main, page, read_results
-from trl_support_replay.environment import EnvironmentReport, PackageStatus
+from trl_support_replay.libraries.environment import EnvironmentReport, PackageStatus
 
 ROOT = Path(__file__).resolve().parents[2]
 XML = """<testsuites><testsuite>

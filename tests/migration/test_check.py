@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_support_replay.cli import main
-from trl_support_replay.contract import UnreplayableSettingError
-from trl_support_replay.migration.reading import SourceError, read_settings, replaced_import
-from trl_support_replay.migration.verdict import judge, sequence_factor
+from trl_support_replay.cli.main import main
+from trl_support_replay.cli.migration.reading import SourceError, read_settings, replaced_import
+from trl_support_replay.cli.migration.verdict import judge, sequence_factor
+from trl_support_replay.settings.contract import UnreplayableSettingError
 
 SCRIPT = """
     import trl
@@ -273,7 +273,7 @@ def test_factors_of_parts_multiply(mass, a, b):
 
 
 def test_the_verdict_is_that_of_the_configuration_itself(tmp_path):
-    from trl_support_replay.config import SupportReplayGRPOConfig
+    from trl_support_replay.settings.config import SupportReplayGRPOConfig
 
     settings = {"use_vllm": True, "top_k": 20, "generation_kwargs": {"logit_bias": {1: 2.0}}}
     with pytest.raises(UnreplayableSettingError) as refused:

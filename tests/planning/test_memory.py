@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
-from trl_support_replay.planning.launch import Launch
-from trl_support_replay.planning.memory import Batch, layer_bytes, model_items, precision, traces_item
-from trl_support_replay.planning.shapes import ModelShapes, read_shapes
+from trl_support_replay.cli.planning.launch import Launch
+from trl_support_replay.cli.planning.memory import Batch, layer_bytes, model_items, precision, traces_item
+from trl_support_replay.cli.planning.shapes import ModelShapes, read_shapes
 from trl_support_replay.traces.routes import RoutedExperts
 from trl_support_replay.traces.support import SupportRows
 

@@ -11,11 +11,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.routing import moe_families
-from trl_support_replay.audit.token_scores import TokenScorer
-from trl_support_replay.model_probe import Probe, UnreplayableModelError
-from trl_support_replay.noise import silence
-from trl_support_replay.replay_head import add_replay_head
-from trl_support_replay.replayed_models import replayed_scores
+from trl_support_replay.analysis.audit.token_scores import TokenScorer
+from trl_support_replay.policy.model_probe import Probe, UnreplayableModelError
+from trl_support_replay.policy.noise import silence
+from trl_support_replay.policy.replay_head import add_replay_head
+from trl_support_replay.trainers.replayed_models import replayed_scores
 
 from .test_head_from_model import FAMILIES, SIZES, build, peft_model
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from trl_support_replay.serving.pool import ServerPool
-from trl_support_replay.serving.transport import Retry
+from trl_support_replay.client.pool import ServerPool
+from trl_support_replay.client.transport import Retry
 
 from ..trainer.conftest import build, character_tokenizer, tiny_model_path  # noqa: F401
 from .fakes import FakeEngine, HTTPServer, serving

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from tests.parts import require
-from trl_support_replay.serving.endpoint import SupportReplayMiddleware
+from trl_support_replay.server.endpoint import SupportReplayMiddleware
 from trl_support_replay.traces.support import SupportRows
 
 VOCAB, LAYERS, EXPERTS, EXPERTS_PER_TOKEN = 1000, 3, 8, 2

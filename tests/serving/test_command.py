@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trl_support_replay.serving.command import MIDDLEWARE, WORKER_EXTENSION, ServeOptionError, serve_command
-from trl_support_replay.serving.settings import ServerSettingError, ServerSettings
+from trl_support_replay.server.command import MIDDLEWARE, WORKER_EXTENSION, ServeOptionError, serve_command
+from trl_support_replay.server.settings import ServerSettingError, ServerSettings
 
 
 def option(command, name):

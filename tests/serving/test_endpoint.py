@@ -10,11 +10,11 @@ import numpy as np
 import orjson
 import pytest
 
-from trl_support_replay.contract import SamplingSettings, UnreplayableSettingError
-from trl_support_replay.serving import protocol
-from trl_support_replay.serving.pool import GenerationError, new_request_id
-from trl_support_replay.serving.protocol import GenerateRequest, decode_samples, encode_request
-from trl_support_replay.serving.servers import check_server
+from trl_support_replay.client.pool import GenerationError, new_request_id
+from trl_support_replay.client.servers import check_server
+from trl_support_replay.settings.contract import SamplingSettings, UnreplayableSettingError
+from trl_support_replay.wire import protocol
+from trl_support_replay.wire.protocol import GenerateRequest, decode_samples, encode_request
 
 from .fakes import FakeEngine, HTTPServer, foretold, routes_of, serving
 

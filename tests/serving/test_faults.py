@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trl_support_replay.serving.pool import GenerationError, ServerPool
-from trl_support_replay.serving.servers import connect_vllm
-from trl_support_replay.serving.transport import Retry, ServerRefusalError, ServerUnreachableError
+from trl_support_replay.client.pool import GenerationError, ServerPool
+from trl_support_replay.client.servers import connect_vllm
+from trl_support_replay.client.transport import Retry, ServerRefusalError, ServerUnreachableError
 
 from .conftest import QUICK
 from .fakes import FakeEngine, HTTPServer, serving

@@ -11,8 +11,8 @@ import time
 import httpx
 import pytest
 
-from trl_support_replay.serving import protocol
-from trl_support_replay.serving.pool import GenerationError
+from trl_support_replay.client.pool import GenerationError
+from trl_support_replay.wire import protocol
 
 from .fakes import FakeEngine, HTTPServer, serving
 from .test_endpoint import assert_foretold, request

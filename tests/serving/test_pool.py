@@ -14,10 +14,10 @@ from starlette.applications import Starlette
 from starlette.responses import Response
 from starlette.routing import Route
 
-from trl_support_replay.contract import UnreplayableSettingError
-from trl_support_replay.serving.pool import new_request_id
-from trl_support_replay.serving.prefixes import PrefixIndex
-from trl_support_replay.serving.transport import Retry, ServerUnreachableError, Transport
+from trl_support_replay.client.pool import new_request_id
+from trl_support_replay.client.prefixes import PrefixIndex
+from trl_support_replay.client.transport import Retry, ServerUnreachableError, Transport
+from trl_support_replay.settings.contract import UnreplayableSettingError
 
 from .fakes import AppServer, FakeEngine, HTTPServer, serving
 from .test_endpoint import assert_foretold, request

@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_support_replay.serving import protocol
-from trl_support_replay.serving.protocol import (
+from trl_support_replay.traces.support import SupportRows
+from trl_support_replay.wire import protocol
+from trl_support_replay.wire.arrays import pack, unpack
+from trl_support_replay.wire.protocol import (
     GenerateRequest,
     MessageError,
     Sample,
@@ -20,8 +22,6 @@ from trl_support_replay.serving.protocol import (
     encode_request,
     encode_samples,
 )
-from trl_support_replay.traces.support import SupportRows
-from trl_support_replay.traces.wire import pack, unpack
 
 
 def same(a, b):

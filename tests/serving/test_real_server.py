@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from trl_support_replay.serving import protocol
-from trl_support_replay.serving.pool import GenerationError, new_request_id
-from trl_support_replay.serving.protocol import GenerateRequest
-from trl_support_replay.serving.stock import connect_stock
-from trl_support_replay.serving.transport import Retry
-from trl_support_replay.serving.weights import VersionedWeights
+from trl_support_replay.client.pool import GenerationError, new_request_id
+from trl_support_replay.client.stock import connect_stock
+from trl_support_replay.client.transport import Retry
+from trl_support_replay.client.weights import VersionedWeights
+from trl_support_replay.wire import protocol
+from trl_support_replay.wire.protocol import GenerateRequest
 
 TOLERANCE = 1e-4
 PROMPTS = [[10 + i, 20, 30 + 2 * i, 40] for i in range(6)]

@@ -15,15 +15,15 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from transformers import AutoModelForCausalLM
 
-from trl_support_replay.capture.recorder import SupportCaptureError
-from trl_support_replay.capture.sglang_server import SGLangRollout, connect_sglang
-from trl_support_replay.commands.capture import main as capture
-from trl_support_replay.contract import UnreplayableSettingError
-from trl_support_replay.replay_check import ReplayGapError
-from trl_support_replay.serving.pool import GenerationError, new_request_id
-from trl_support_replay.serving.protocol import GenerateRequest
+from trl_support_replay.checks.replay_check import ReplayGapError
+from trl_support_replay.cli.commands.capture import main as capture
+from trl_support_replay.client.pool import GenerationError, new_request_id
+from trl_support_replay.engines.sglang_server import SGLangRollout, connect_sglang
+from trl_support_replay.rollouts.recorder import SupportCaptureError
+from trl_support_replay.settings.contract import UnreplayableSettingError
 from trl_support_replay.traces.columns import table_to_traces
 from trl_support_replay.traces.support import SupportRows
+from trl_support_replay.wire.protocol import GenerateRequest
 
 from .conftest import QUICK
 from .fakes import AppServer, foretold, serving

@@ -16,13 +16,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trl_support_replay.capture.recorder import SupportRecorder
-from trl_support_replay.capture.vllm_engine import vllm_version
-from trl_support_replay.capture.vllm_server import _seen_from_other_nodes
+from trl_support_replay.checks.replay_check import ReplayGapError
+from trl_support_replay.engines.vllm_engine import vllm_version
+from trl_support_replay.engines.vllm_server import _seen_from_other_nodes
 from trl_support_replay.hub.model_card import RunFacts
-from trl_support_replay.passes import ScoringPass
-from trl_support_replay.replay_check import ReplayGapError
-from trl_support_replay.serving.protocol import GenerateRequest
+from trl_support_replay.rollouts.recorder import SupportRecorder
+from trl_support_replay.trainers.passes import ScoringPass
+from trl_support_replay.wire.protocol import GenerateRequest
 
 from ..trainer.test_routes import CUTS
 from .fakes import FakeEngine, HTTPServer, serving

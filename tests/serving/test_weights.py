@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trl_support_replay.serving import protocol
-from trl_support_replay.serving.gate import WeightsGate
-from trl_support_replay.serving.pool import GenerationError
-from trl_support_replay.serving.transport import Retry, ServerRefusalError, ServerUnreachableError
-from trl_support_replay.serving.weights import VersionedWeights
+from trl_support_replay.client.pool import GenerationError
+from trl_support_replay.client.transport import Retry, ServerRefusalError, ServerUnreachableError
+from trl_support_replay.client.weights import VersionedWeights
+from trl_support_replay.server.gate import WeightsGate
+from trl_support_replay.wire import protocol
 
 from .fakes import FakeEngine, HTTPServer, serving
 from .test_endpoint import assert_foretold, post, request

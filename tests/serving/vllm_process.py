@@ -14,8 +14,8 @@ import time
 import httpx
 
 from tests.parts import require
-from trl_support_replay.serving import protocol
-from trl_support_replay.serving.servers import read_info
+from trl_support_replay.client.servers import read_info
+from trl_support_replay.wire import protocol
 
 
 class VLLMServe:
@@ -44,7 +44,7 @@ class VLLMServe:
         self._command = [
             sys.executable,
             "-c",
-            "import sys; from trl_support_replay.serving.command import main; main(sys.argv[1:])",
+            "import sys; from trl_support_replay.server.command import main; main(sys.argv[1:])",
             str(model),
             *own,
             *("--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32", "--enforce-eager"),

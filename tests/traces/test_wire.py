@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_support_replay.traces.wire import WireError, dumps, loads, pack, smallest, unpack
+from trl_support_replay.wire.arrays import WireError, dumps, loads, pack, smallest, unpack
 
 TYPES = ("uint8", "int8", "uint16", "int16", "int32", "float32")
 

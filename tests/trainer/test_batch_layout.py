@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from trl_support_replay.batch_layout import BatchLayout, SampleBatch, recorded_mask
+from trl_support_replay.batch.layout import BatchLayout, SampleBatch, recorded_mask
 from trl_support_replay.scoring import candidates, plan
 from trl_support_replay.traces.columns import Trace
 from trl_support_replay.traces.support import SupportRows
@@ -40,7 +40,7 @@ def test_supports_are_planned_once_for_all_passes(build, tiny_model_path, monkey
     monkeypatch.setattr(candidates, "make_plan", counted)
     for module in (plan, candidates):
         monkeypatch.setattr(module, "to_device", sent)
-    monkeypatch.setattr("trl_support_replay.batch_layout.to_device", sent)
+    monkeypatch.setattr("trl_support_replay.batch.layout.to_device", sent)
     trainer = build(
         tiny_model_path,
         top_p=0.9,
@@ -74,7 +74,7 @@ def test_other_samples_in_the_same_list_get_another_layout():
 
 
 def test_large_layouts_are_not_kept(monkeypatch):
-    monkeypatch.setattr("trl_support_replay.batch_layout._KEPT_PAIRS", 3)
+    monkeypatch.setattr("trl_support_replay.batch.layout._KEPT_PAIRS", 3)
     batch = SampleBatch.of([trace([5], [6, 7])])
     assert batch.layout(0, (1, 3), 2, CPU) is not batch.layout(0, (1, 3), 2, CPU)
 

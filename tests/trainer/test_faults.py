@@ -7,12 +7,12 @@ import pytest
 import torch
 from datasets import Dataset, DatasetDict
 
-import trl_support_replay.capture.vllm_engine as vllm_engine
-import trl_support_replay.trainer as trainer_module
-from trl_support_replay.capture.recorder import SupportCaptureError
-from trl_support_replay.collect import collect_samples
-from trl_support_replay.preflight import InputError
-from trl_support_replay.replay_check import ReplayGapError
+import trl_support_replay.engines.vllm_engine as vllm_engine
+import trl_support_replay.trainers.grpo as trainer_module
+from trl_support_replay.checks.replay_check import ReplayGapError
+from trl_support_replay.rollouts.collect import collect_samples
+from trl_support_replay.rollouts.recorder import SupportCaptureError
+from trl_support_replay.settings.preflight import InputError
 from trl_support_replay.traces.support import SupportError, SupportRows
 
 VLLM = {"use_vllm": True, "max_completion_length": 16, "top_k": 20, "top_p": 0.9}

@@ -16,9 +16,9 @@ from trl_support_replay import (
     SupportReplayRLOOTrainer,
     UnreplayableSettingError,
 )
-from trl_support_replay.model_probe import Probe, UnreplayableModelError
-from trl_support_replay.noise import noise_settings, silence
-from trl_support_replay.replayed_models import ReplayedModels
+from trl_support_replay.policy.model_probe import Probe, UnreplayableModelError
+from trl_support_replay.policy.noise import noise_settings, silence
+from trl_support_replay.trainers.replayed_models import ReplayedModels
 
 from .conftest import character_tokenizer
 from .test_replay import assert_replayed

@@ -10,7 +10,7 @@ from trl.experimental.gmpo import GMPOTrainer
 from trl.trainer.utils import split_tensor_dict
 
 from trl_support_replay import SupportReplayGRPOTrainer, SupportReplayRLOOConfig, SupportReplayRLOOTrainer
-from trl_support_replay.passes import UnscoredBatchError
+from trl_support_replay.trainers.passes import UnscoredBatchError
 
 HF = {"use_vllm": False, "top_p": 0.9}
 

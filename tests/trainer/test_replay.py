@@ -2,8 +2,8 @@
 
 import pytest
 
-from trl_support_replay.contract import UnreplayableSettingError
-from trl_support_replay.rebind import rebound
+from trl_support_replay.libraries.rebind import rebound
+from trl_support_replay.settings.contract import UnreplayableSettingError
 
 HF = {"use_vllm": False, "max_completion_length": 16}
 VLLM = {"use_vllm": True, "max_completion_length": 16, "top_k": 20, "top_p": 0.9, "learning_rate": 1e-5}
@@ -103,7 +103,7 @@ def test_stock_ratio_is_far_from_one(build, vllm, smollm2_path):
     """What replay is for: the same run without it."""
     from trl import GRPOConfig, GRPOTrainer
 
-    from trl_support_replay.capture.vllm_engine import stock_engine_fixes
+    from trl_support_replay.engines.vllm_engine import stock_engine_fixes
 
     with stock_engine_fixes(max_logprobs=24):
         trainer = build(str(smollm2_path), trainer_cls=GRPOTrainer, config_cls=GRPOConfig, **VLLM)

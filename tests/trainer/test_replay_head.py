@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.parts import require
 from trl_support_replay import UnreplayableSettingError
-from trl_support_replay.batch_layout import BatchLayout
-from trl_support_replay.replay_head import ReplayBatch, add_replay_head
+from trl_support_replay.batch.layout import BatchLayout
+from trl_support_replay.policy.replay_head import ReplayBatch, add_replay_head
 from trl_support_replay.traces.columns import Trace
 from trl_support_replay.traces.support import SupportRows
 

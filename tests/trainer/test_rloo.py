@@ -6,10 +6,10 @@ import torch
 from trl import RLOOConfig, RLOOTrainer
 
 from trl_support_replay import SupportReplayRLOOConfig, SupportReplayRLOOTrainer
-from trl_support_replay import rloo_trainer as rloo_module
-from trl_support_replay.audit import load_traces
-from trl_support_replay.replay_check import ReplayGapError
+from trl_support_replay.analysis.audit import load_traces
+from trl_support_replay.checks.replay_check import ReplayGapError
 from trl_support_replay.traces.columns import TraceSchemaError
+from trl_support_replay.trainers import rloo as rloo_module
 
 from .test_replay import assert_replayed
 from .test_routes import moe_path  # noqa: F401

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-import trl_support_replay.trainer as trainer_module
-from trl_support_replay.collect import collect_samples
-from trl_support_replay.replay_check import ReplayGapError
+import trl_support_replay.trainers.grpo as trainer_module
+from trl_support_replay.checks.replay_check import ReplayGapError
+from trl_support_replay.rollouts.collect import collect_samples
 from trl_support_replay.routing import UnreplayableRouterError
 from trl_support_replay.traces.routes import RoutedExperts, RoutesError
 
@@ -203,7 +203,7 @@ def test_a_completion_of_which_nothing_sampled_is_left(build, moe_path):
 
 def edit_samples(trainer, edit):
     """Change the recorded routes of a batch before anything is scored."""
-    import trl_support_replay.trainer as module
+    import trl_support_replay.trainers.grpo as module
 
     collect = module.collect_samples
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from trl_support_replay.offline import OfflineTraces
+from trl_support_replay.rollouts.offline import OfflineTraces
 from trl_support_replay.traces.columns import TraceSchemaError, table_to_traces
 from trl_support_replay.traces.shards import ShardFolder
 

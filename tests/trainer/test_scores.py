@@ -9,8 +9,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import trl_support_replay.scoring.head_projection as head_projection
+from trl_support_replay.checks.support_growth import SupportGrowth
 from trl_support_replay.scoring import SupportCSR, score_support_from_logits
-from trl_support_replay.support_growth import SupportGrowth
 
 WORDS = ["<pad>", "<eos>", "a", "b", "c", "d", "e", "f", "g", "h", "i", "j", "k"]
 

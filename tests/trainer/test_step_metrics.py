@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_support_replay.replay_metrics import StepMetrics, count, largest, mean, over_processes
+from trl_support_replay.checks.replay_metrics import StepMetrics, count, largest, mean, over_processes
 
 
 def metrics_of(values):

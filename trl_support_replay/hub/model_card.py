@@ -11,7 +11,7 @@ from typing import Any
 from huggingface_hub import ModelCard
 
 from .. import __version__
-from ..trace_saving import engine_used
+from ..trainers.trace_saving import engine_used
 
 TAGS = ("support-replay", "importance-sampling")
 _HEADING = "## Sampling-support replay"
