@@ -28,7 +28,7 @@ import numpy as np
 from transformers import AutoTokenizer
 from trl.generation.vllm_client import VLLMClient
 
-from tests.serving.vllm_process import VLLMServe
+from tests.server.vllm_process import VLLMServe
 from trl_support_replay.client.transport import _gunzip
 from trl_support_replay.wire import protocol
 from trl_support_replay.wire.protocol import GenerateRequest, Sample

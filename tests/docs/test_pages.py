@@ -16,7 +16,7 @@ import yaml
 
 from scripts.make_reference import PAGES as GENERATED
 from tests.docs.pages import PAGES, ROOT, anchors, blocks, links
-from tests.trainer.conftest import build, checksum_reward, sums, tiny_model_path  # noqa: F401
+from tests.trainers.conftest import build, checksum_reward, sums, tiny_model_path  # noqa: F401
 from trl_support_replay.cli.main import command_modules, main
 
 TITLES = [page.name for page in PAGES]

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 # Equal logits at the k-th place all survive top-k, so a support can be larger than top_k. A few more candidates than
 # top_k are asked for, to see them. Full precision hardly ever has ties; in half precision their number grows with the
 # number of candidates and with the distance between neighbouring logits, which is 1/8 in bfloat16 from 16 to 32.
-# `tests/capture/test_ties.py` measures them; these are twice the most that it finds.
+# `tests/engine_outputs/test_ties.py` measures them; these are twice the most that it finds.
 TIE_SLACK = 4
 _SLACK: dict[str, Callable[[int], int]] = {
     "float32": lambda top_k: TIE_SLACK,

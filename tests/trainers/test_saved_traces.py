@@ -277,7 +277,7 @@ def test_streams_are_refused(build, tiny_model_path, saved):
 KILLED = """
     import sys, datasets
     sys.path.insert(0, {root!r})
-    from tests.trainer.conftest import checksum_reward, sums
+    from tests.trainers.conftest import checksum_reward, sums
     from trl_support_replay import SupportReplayGRPOConfig, SupportReplayGRPOTrainer
     args = SupportReplayGRPOConfig(
         output_dir={output!r}, use_cpu=True, bf16=False, report_to=[], disable_tqdm=True, max_steps=6, top_p=0.9,

@@ -24,7 +24,7 @@ from trl_support_replay.rollouts.recorder import SupportRecorder
 from trl_support_replay.trainers.passes import ScoringPass
 from trl_support_replay.wire.protocol import GenerateRequest
 
-from ..trainer.test_routes import CUTS
+from ..trainers.test_routes import CUTS
 from .fakes import FakeEngine, HTTPServer, serving
 from .faulty_proxy import Fault, FaultyProxy
 from .vllm_process import VLLMServe
@@ -77,7 +77,7 @@ def test_without_truncation_it_is_stock_training_over_the_same_server(build, moe
 
 
 def test_evaluation_asks_for_nothing_beside_its_tokens(build, moe_server, tiny_moe_path):
-    from ..trainer.conftest import sums
+    from ..trainers.conftest import sums
 
     trainer = build(
         tiny_moe_path,

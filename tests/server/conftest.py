@@ -7,7 +7,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from trl_support_replay.client.pool import ServerPool
 from trl_support_replay.client.transport import Retry
 
-from ..trainer.conftest import build, character_tokenizer, tiny_model_path  # noqa: F401
+from ..trainers.conftest import build, character_tokenizer, tiny_model_path  # noqa: F401
 from .fakes import FakeEngine, HTTPServer, serving
 from .vllm_process import VLLMServe
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.trainer.conftest import tiny_model_path  # noqa: F401
-from tests.trainer.test_routes import moe_path  # noqa: F401
+from tests.trainers.conftest import tiny_model_path  # noqa: F401
+from tests.trainers.test_routes import moe_path  # noqa: F401
 from trl_support_replay.analysis.audit import AuditTraces
 from trl_support_replay.engines.transformers_generate import ScoresRecorder, recording
 from trl_support_replay.rollouts.recorder import SupportRecorder

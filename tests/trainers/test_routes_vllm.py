@@ -18,8 +18,8 @@ from .conftest import character_tokenizer
 
 TRAIN = """
     import json, sys
-    from tests.trainer.conftest import checksum_reward, sums
-    from tests.trainer.test_routes import CUTS
+    from tests.trainers.conftest import checksum_reward, sums
+    from tests.trainers.test_routes import CUTS
     from trl_support_replay import SupportReplayGRPOConfig, SupportReplayGRPOTrainer
 
     settings = json.loads(sys.argv[3])

@@ -20,8 +20,8 @@ from trl_support_replay.policy.model_probe import Probe, UnreplayableModelError
 from trl_support_replay.policy.noise import noise_settings, silence
 from trl_support_replay.trainers.replayed_models import ReplayedModels
 
-from .conftest import character_tokenizer
-from .test_replay import assert_replayed
+from ..trainers.conftest import character_tokenizer
+from ..trainers.test_replay import assert_replayed
 
 require("peft")
 from peft import LoKrConfig, LoraConfig, get_peft_model  # noqa: E402

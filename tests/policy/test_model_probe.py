@@ -17,7 +17,7 @@ from trl_support_replay.policy.noise import silence
 from trl_support_replay.policy.replay_head import add_replay_head
 from trl_support_replay.trainers.replayed_models import replayed_scores
 
-from .test_head_from_model import FAMILIES, SIZES, build, peft_model
+from ..scoring.test_head_from_model import FAMILIES, SIZES, build, peft_model
 
 # What a tiny model of these needs that a large one has by itself, or what transformers cannot run in training mode.
 WRONG = {

@@ -2,7 +2,7 @@
 
 Write the values anew, after a change that is meant to move them, with
 
-    python -m tests.trainer.test_golden
+    python -m tests.trainers.test_golden
 
 The file holds every bit. The tests allow for another processor's order of summation; `GOLDEN=exact` does not.
 """
@@ -20,7 +20,7 @@ import torch
 from datasets import Dataset
 
 from tests.distributed.trainer_worker import reward, rollout
-from tests.trainer.conftest import save_tiny_model
+from tests.trainers.conftest import save_tiny_model
 from trl_support_replay import (
     SupportReplayGRPOConfig,
     SupportReplayGRPOTrainer,
