@@ -178,8 +178,8 @@ def test_the_true_cause_is_named(position, top_k, says):
 
 SAMPLE = """
     import json, sys
-    from trl_support_replay.capture.generators import CaptureRequest, VLLMGenerator
-    from trl_support_replay.contract import SamplingSettings
+    from trl_support_replay.engines.generators import CaptureRequest, VLLMGenerator
+    from trl_support_replay.settings.contract import SamplingSettings
 
     request = CaptureRequest(SamplingSettings(top_k=50), num_generations=4, max_tokens=32, seed=0)
     engine = {"max_model_len": 64, "enforce_eager": True, "skip_tokenizer_init": True}
