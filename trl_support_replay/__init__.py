@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from ._version import __version__
+
 if TYPE_CHECKING:
     from .checks.replay_check import ReplayGapError
     from .policy.model_probe import UnreplayableModelError
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
     from .trainers.grpo import SupportReplayGRPOTrainer
     from .trainers.rloo import SupportReplayRLOOTrainer
 
-__version__ = "0.1.0"
 
 _EXPORTS = {
     "SupportReplayGRPOConfig": "settings.config",

@@ -14,7 +14,8 @@ from tests.processes import LAUNCHED
 from trl_support_replay import __version__
 from trl_support_replay.checks.replay_check import ReplayGapError
 from trl_support_replay.cli import commands
-from trl_support_replay.cli.main import CommandError, command_modules, main, run
+from trl_support_replay.cli.main import command_modules, main, run
+from trl_support_replay.errors import CommandError
 from trl_support_replay.libraries.environment import EnvironmentReport, PackageStatus
 from trl_support_replay.settings.contract import UnreplayableSettingError
 

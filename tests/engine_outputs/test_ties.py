@@ -15,8 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.parts import require
 from tests.processes import environment
+from trl_support_replay.engine_outputs.errors import SupportCaptureError
 from trl_support_replay.engine_outputs.vllm_outputs import num_candidates, read_flat_logprobs
-from trl_support_replay.rollouts.recorder import SupportCaptureError
 
 require("vllm")
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch  # noqa: E402

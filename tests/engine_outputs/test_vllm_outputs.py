@@ -8,9 +8,10 @@ import pytest
 import trl.generation.vllm_generation as trl_vllm
 
 from tests.parts import require
+from trl_support_replay.engine_outputs.errors import SupportCaptureError
 from trl_support_replay.engine_outputs.vllm_outputs import read_flat_logprobs, read_sampling_mask
 from trl_support_replay.engines.vllm_engine import SupportVLLMGeneration
-from trl_support_replay.rollouts.recorder import SupportCaptureError, SupportRecorder
+from trl_support_replay.rollouts.recorder import SupportRecorder
 from trl_support_replay.settings.contract import SamplingSettings
 
 require("vllm")

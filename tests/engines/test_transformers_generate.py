@@ -13,8 +13,8 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from trl_support_replay.engine_outputs.errors import SupportCaptureError
 from trl_support_replay.engines.transformers_generate import ScoresRecorder, recording
-from trl_support_replay.rollouts.recorder import SupportCaptureError
 
 
 @pytest.fixture(scope="module")

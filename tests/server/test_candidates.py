@@ -13,10 +13,10 @@ from starlette.routing import Route
 
 from tests.parts import require
 from trl_support_replay.client.pool import new_request_id
+from trl_support_replay.engine_outputs.errors import SupportCaptureError
 from trl_support_replay.engine_outputs.vllm_outputs import num_candidates
 from trl_support_replay.engines.generators import CaptureRequest
 from trl_support_replay.engines.server_generators import ServerGenerator
-from trl_support_replay.rollouts.recorder import SupportCaptureError
 from trl_support_replay.settings.contract import SamplingSettings
 from trl_support_replay.wire.protocol import GenerateRequest
 

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 from trl_support_replay.checks.replay_check import ReplayGapError
 from trl_support_replay.cli.commands.capture import main as capture
 from trl_support_replay.client.pool import GenerationError, new_request_id
+from trl_support_replay.engine_outputs.errors import SupportCaptureError
 from trl_support_replay.engines.sglang_server import SGLangRollout, connect_sglang
-from trl_support_replay.rollouts.recorder import SupportCaptureError
 from trl_support_replay.settings.contract import UnreplayableSettingError
 from trl_support_replay.traces.columns import table_to_traces
 from trl_support_replay.traces.support import SupportRows

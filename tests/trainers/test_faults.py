@@ -10,8 +10,8 @@ from datasets import Dataset, DatasetDict
 import trl_support_replay.engines.vllm_engine as vllm_engine
 import trl_support_replay.trainers.grpo as trainer_module
 from trl_support_replay.checks.replay_check import ReplayGapError
+from trl_support_replay.engine_outputs.errors import SupportCaptureError
 from trl_support_replay.rollouts.collect import collect_samples
-from trl_support_replay.rollouts.recorder import SupportCaptureError
 from trl_support_replay.settings.preflight import InputError
 from trl_support_replay.traces.support import SupportError, SupportRows
 

@@ -16,7 +16,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from .. import __version__
+from .._version import __version__
+from ..errors import CommandError
 from . import commands
 
 _DEBUG = "TRL_SUPPORT_REPLAY_DEBUG"
@@ -31,10 +32,6 @@ examples:
 
 `trl-support-replay COMMAND --help` explains a command.
 """
-
-
-class CommandError(ValueError):
-    """Something that the user can put right; its message is all that is shown."""
 
 
 def command_modules() -> dict[str, str]:

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import orjson
 
+from ..engine_outputs.errors import SupportCaptureError
 from ..engine_outputs.vllm_outputs import TIE_SLACK, num_candidates, read_flat_logprobs
-from ..rollouts.recorder import SupportCaptureError
 from ..settings.built_engine import config_refusals, described
 from ..settings.contract import normalize_top_k
 from ..traces.support import SupportError, SupportRows

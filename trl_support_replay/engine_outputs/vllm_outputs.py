@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ..rollouts.recorder import SupportCaptureError
 from ..traces.support import SupportRows
+from .errors import SupportCaptureError
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import numpy as np
 from ..client.pool import ServerPool, new_request_id
 from ..client.servers import Server, check_server, connect_vllm
 from ..client.transport import Transport
-from ..rollouts.recorder import SupportCaptureError
+from ..engine_outputs.errors import SupportCaptureError
 from ..traces.columns import Trace
 from ..wire.protocol import GenerateRequest
 from .generators import CaptureRequest

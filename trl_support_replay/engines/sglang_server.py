@@ -24,13 +24,13 @@ from ..client.pool import ServerPool, new_request_id
 from ..client.servers import check_server
 from ..client.transport import Retry, ServerRefusalError, Transport
 from ..client.weights import VersionedWeights
+from ..engine_outputs.errors import SupportCaptureError
 from ..parallel.processes import alone
-from ..rollouts.collect import ROLLOUT_KEY
-from ..rollouts.recorder import SupportCaptureError
 from ..settings.built_engine import described
 from ..settings.contract import SamplingSettings, UnreplayableSettingError, normalize_top_k
 from ..settings.sampling_table import unknown
 from ..settings.sampling_table.sglang import REQUEST
+from ..traces.rollout_keys import ROLLOUT_KEY
 from ..traces.support import SupportError, SupportRows
 from ..wire.protocol import GenerateRequest, MessageError, Sample
 from .weight_sync import on_main, versions_of_run

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import LogitsProcessor, StoppingCriteriaList
 
-from ..rollouts.recorder import SupportCaptureError
+from ..engine_outputs.errors import SupportCaptureError
 from ..traces.support import SupportRows
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from .. import __version__
+from .._version import __version__
 
 
 class UnsupportedVersionError(ImportError):

@@ -18,25 +18,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..routing.discovery import configs
-from ..settings.contract import UnreplayableSettingError
 
 _NOISE = re.compile("drop|jitter|noise", re.IGNORECASE)
 _CHANCES = ("p", "dropout_p")  # what operators of torch call the probability of a drop
-
-
-def refuse_neftune(args: Any) -> None:
-    """Refuse NEFTune, whose noise comes from a hook that is set when training starts.
-
-    Raises:
-        UnreplayableSettingError: `neftune_noise_alpha` is set.
-    """
-    if args.neftune_noise_alpha:
-        raise UnreplayableSettingError(
-            "neftune_noise_alpha",
-            args.neftune_noise_alpha,
-            "it adds noise to the embeddings while the policy is scored, and the engine samples without noise",
-            "Leave it out",
-        )
 
 
 def silence(model: nn.Module) -> dict[str, float]:

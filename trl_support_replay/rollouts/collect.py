@@ -9,16 +9,10 @@ from typing import Any
 import numpy as np
 
 from ..traces.columns import Trace
+from ..traces.rollout_keys import ROLLOUT_KEY, ROUTES_KEY
 from ..traces.routes import RoutedExperts
 from ..traces.support import SupportError, SupportRows
 from .recorder import SupportRecorder
-
-ROLLOUT_KEY = "support_ids"
-"""Key under which a `rollout_func` returns supports: for each completion, one list of ids (or an empty one) a token."""
-
-ROUTES_KEY = "routed_experts"
-"""Key under which a `rollout_func` returns routes: for each completion, `RoutedExperts` of all its tokens."""
-
 
 _WHAT_TO_RETURN = (
     "Replay compares scores with the log-probs that the engine reported, so rollout_func has to return them: those of "

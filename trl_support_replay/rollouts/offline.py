@@ -14,32 +14,15 @@ from datasets import Dataset, IterableDataset
 from ..parallel.processes import alone
 from ..parallel.tensor_parallel import tensor_parallel_size
 from ..settings.contract import normalize_top_k
-from ..traces.columns import OWN_COLUMNS, REQUIRED_COLUMNS, Trace, TraceSchemaError, table_to_traces
+from ..traces.columns import OWN_COLUMNS, Trace, TraceSchemaError, table_to_traces
 from ..traces.multimodal import check_no_placeholders
 from ..traces.reading import dataset_table
+from ..traces.rollout_keys import ROLLOUT_KEY, ROUTES_KEY
 from ..traces.sampling import SETTINGS, sampling_settings
-from .collect import ROLLOUT_KEY, ROUTES_KEY
 
 logger = logging.getLogger(__name__)
 
 GROUP_COLUMN = "trace_group"
-
-
-def is_trace_dataset(dataset: Any) -> bool:
-    """Whether a training dataset holds traces rather than prompts.
-
-    Raises:
-        TraceSchemaError: it has some columns of traces and not the others, so it is neither.
-    """
-    columns = getattr(dataset, "column_names", None) or []
-    held = [name for name in REQUIRED_COLUMNS if name in columns]
-    missing = [name for name in REQUIRED_COLUMNS if name not in columns]
-    if held and missing:
-        raise TraceSchemaError(
-            f"The training dataset has the columns {held} of saved traces and lacks {missing}. Train on whole traces, "
-            f"or, to sample its prompts anew, drop those columns: dataset.remove_columns({held})."
-        )
-    return not missing
 
 
 class OfflineTraces:

@@ -14,12 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..engine_outputs.errors import SupportCaptureError
 from ..traces.routes import RoutedExperts, RoutesError
 from ..traces.support import SupportRows
-
-
-class SupportCaptureError(RuntimeError):
-    """An engine's answer does not hold the supports that were asked for."""
 
 
 class TracedLogprob(float):

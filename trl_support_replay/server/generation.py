@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from ..engine_outputs.errors import SupportCaptureError
 from ..engine_outputs.vllm_outputs import num_candidates, read_flat_logprobs, read_sampled_logprobs, read_sampling_mask
-from ..rollouts.recorder import SupportCaptureError
 from ..settings.built_engine import described, engine_refusals
 from ..settings.contract import SamplingSettings, UnreplayableSettingError, check_contract
 from ..settings.sampling_table.vllm import REQUEST

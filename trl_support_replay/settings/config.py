@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trl import GRPOConfig, RLOOConfig
 
-from ..policy.noise import refuse_neftune
-from .contract import check_contract, spell_off_alike, warnings_of
+from .contract import check_contract, refuse_neftune, spell_off_alike, warnings_of
 from .urls import without_credentials
 
 if TYPE_CHECKING:

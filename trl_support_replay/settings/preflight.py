@@ -11,6 +11,7 @@ from typing import Any
 from transformers import AutoConfig, GenerationConfig
 
 from ..traces.columns import TraceSchemaError
+from ..traces.reading import is_trace_dataset
 
 
 class InputError(ValueError):
@@ -27,8 +28,6 @@ def check_dataset(dataset: Any, name: str) -> None:
     Raises:
         InputError: it has no `prompt` column and holds no traces either, or no rows, or several splits.
     """
-    from ..rollouts.offline import is_trace_dataset
-
     columns = getattr(dataset, "column_names", None)
     if columns is None:
         return

@@ -21,7 +21,7 @@ from ..batch.layout import SampleBatch
 from ..checks.replay_check import ReplayCheck
 from ..checks.replay_metrics import StepMetrics
 from ..checks.support_growth import SupportGrowth
-from ..engines.choose import engine_builder
+from ..engines.choose import CaptureSession, engine_builder
 from ..libraries.environment import check_supported
 from ..libraries.rebind import rebound
 from ..parallel.processes import agreeing
@@ -112,7 +112,7 @@ class ReplayTrainer(RecordedGeneration, GapChecks, PublishesTraces, _TRLTrainer)
         if not (self.replays_support or self.replays_routes):
             check_traces(args, self._sampled_elsewhere)
             # Stock, but for how a server gets its weights.
-            own = {"VLLMGeneration": engine_builder(self, args)} if args.weight_sync == "filesystem" else {}
+            own = {"VLLMGeneration": engine_builder(self._session(), args)} if args.weight_sync == "filesystem" else {}
             with rebound(self._trl, **own):
                 super().__init__(model, reward_funcs, args=args, train_dataset=train_dataset, **kwargs)
             return
@@ -122,7 +122,7 @@ class ReplayTrainer(RecordedGeneration, GapChecks, PublishesTraces, _TRLTrainer)
             add_fused_lm_head(target, *head_args, **head_kwargs)
             add_replay_head(target, self._check_model_call)
 
-        engine = {"VLLMGeneration": engine_builder(self, args)} if args.use_vllm else {}
+        engine = {"VLLMGeneration": engine_builder(self._session(), args)} if args.use_vllm else {}
         with rebound(self._trl, add_fused_lm_head=add_heads, **engine):
             super().__init__(model, reward_funcs, args=args, train_dataset=train_dataset, **kwargs)
         self._groups = SampleGroups.of(self)
@@ -139,6 +139,16 @@ class ReplayTrainer(RecordedGeneration, GapChecks, PublishesTraces, _TRLTrainer)
         if self.replays_support and args.entropy_scope == "auto":
             self._entropy_scope = "full" if self._entropy_in_loss() else "support"
         self._models = ReplayedModels(self)
+
+    def _session(self) -> CaptureSession:
+        """What the engine is told of this trainer; most of it exists only when the trainer is built."""
+        return CaptureSession(
+            settings=self.sampling_settings,
+            model=lambda: self.model,
+            recorder=lambda: self._recorder,
+            routers=(lambda: self._routes.of(self.model)) if self.replays_routes else None,
+            policy_step=lambda: self.state.global_step,
+        )
 
     @classmethod
     def _by_name(cls, more: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -20,11 +20,13 @@ from trl import GRPOTrainer
 from ..libraries.environment import check_seam
 from ..libraries.rebind import rebound
 from ..parallel.processes import agreeing
-from ..rollouts.collect import ROLLOUT_KEY, ROUTES_KEY, collect_samples
-from ..rollouts.offline import GROUP_COLUMN, OfflineTraces, is_trace_dataset
+from ..rollouts.collect import collect_samples
+from ..rollouts.offline import GROUP_COLUMN, OfflineTraces
 from ..settings.config import SupportReplayGRPOConfig
 from ..settings.preflight import own_config
 from ..traces.columns import TraceSchemaError
+from ..traces.reading import is_trace_dataset
+from ..traces.rollout_keys import ROLLOUT_KEY, ROUTES_KEY
 from .base import SHARED_SEAM, ReplayTrainer
 from .passes import LossInputs, ScoringPass
 

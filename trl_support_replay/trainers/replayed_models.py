@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from ..batch.layout import BatchLayout
 from ..policy.model_probe import Probe
-from ..policy.noise import refuse_neftune, silence
+from ..policy.noise import silence
 from ..policy.replay_head import ReplayBatch
-from ..settings.contract import UnreplayableSettingError
+from ..settings.contract import UnreplayableSettingError, refuse_neftune
 from ..traces.columns import Trace
 
 logger = logging.getLogger(__name__)

@@ -11,10 +11,10 @@ from trl import RLOOTrainer
 from ..libraries.environment import check_seam
 from ..libraries.rebind import rebound
 from ..rollouts.collect import collect_samples
-from ..rollouts.offline import is_trace_dataset
 from ..rollouts.recorder import TracedLogprob
 from ..settings.config import SupportReplayRLOOConfig
 from ..traces.columns import TraceSchemaError
+from ..traces.reading import is_trace_dataset
 from .base import SHARED_SEAM, ReplayTrainer
 from .gap_checks import SAMPLES
 from .passes import ScoringPass

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import transformers
 from transformers import TrainerCallback
 
+from ..engines.choose import engine_used
 from ..parallel.processes import agreeing
 from ..traces.columns import Trace, TraceSchemaError, check_column_names, traces_to_table
 from ..traces.dataset_columns import DatasetColumns
@@ -120,15 +120,3 @@ class TraceSaver(TrainerCallback):
         process = trainer.accelerator.process_index
         table = self._columns.settle(table, self._folder, process, trainer.accelerator.num_processes)
         self._folder.write(table, step, process, self._batch_of_step[1])
-
-
-def engine_used(trainer: Any) -> dict[str, str]:
-    """Name and version of what a trainer samples with; of servers, as far as they tell."""
-    if trainer.use_vllm and trainer.vllm_mode == "server":
-        versions = {str(s.info.get("engine_version", "unknown")) for s in trainer.vllm_generation.pool.servers}
-        return {"name": "vllm", "version": ", ".join(sorted(versions))}
-    if trainer.use_vllm:
-        from ..engines.vllm_engine import vllm_version
-
-        return {"name": "vllm", "version": str(vllm_version())}
-    return {"name": "transformers", "version": transformers.__version__}

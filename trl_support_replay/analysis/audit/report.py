@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ... import __version__
+from ..._version import __version__
 from .gaps import PARTS
 from .run import Audit
 

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...errors import CommandError
 from ...settings.urls import without_credentials
-from ..main import CommandError
 from ._arguments import DTYPES, command_parser, json_object, min_p, positive, temperature, top_p
 
 _ENGINES = ("transformers", "vllm", "vllm-server", "sglang")

@@ -17,7 +17,8 @@ from typing import Any
 import yaml
 from safetensors import SafetensorError
 
-from ..main import CommandError, run
+from ...errors import CommandError
+from ..main import run
 
 _SAID = (ValueError, TypeError, OSError, ImportError, SafetensorError)  # others say little by themselves
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..main import CommandError
+from ...errors import CommandError
 from ._arguments import command_parser
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..main import CommandError
+from ...errors import CommandError
 from ._arguments import add_scoring_options, command_parser
 
 _OF_MODEL = {

@@ -13,8 +13,8 @@ from trl import DatasetMixtureConfig, ModelConfig, TrlParser
 from trl.cli.accelerate_config import resolve_accelerate_config_argument
 from trl.scripts.grpo import GRPOScriptArguments
 
+from ...errors import CommandError
 from ...settings.config import SupportReplayGRPOConfig
-from ..main import CommandError
 
 PROG = "trl-support-replay grpo"
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..main import CommandError
+from ...errors import CommandError
 
 _GSM8K_TASK = "Reason step by step, and put the final answer within \\boxed{}."
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
-from ..main import CommandError
+from ...errors import CommandError
 from .datasets import DATASET_MAPS
 
 _NEED_MATH_VERIFY = ("accuracy_reward", "reasoning_accuracy_reward")

@@ -12,6 +12,7 @@ from typing import Any
 import transformers.training_args
 from transformers import GenerationConfig
 
+from ...errors import CommandError
 from ...libraries.environment import REQUIREMENTS, package_status
 from ...libraries.rebind import rebound
 from ...settings.config import SupportReplayGRPOConfig
@@ -20,7 +21,6 @@ from ...settings.preflight import generation_defaults
 from ...settings.urls import without_credentials
 from ..grpo_inputs.arguments import parse
 from ..grpo_inputs.named import dataset_map, reward_functions, tool_functions
-from ..main import CommandError
 from .launch import Launch
 from .memory import (
     GIB,

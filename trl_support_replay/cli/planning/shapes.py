@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ..main import CommandError
+from ...errors import CommandError
 
 
 @dataclass(frozen=True)
