@@ -64,6 +64,14 @@ def test_a_sync_without_effect_is_found_by_the_gap(build, vllm, smollm2_path, mo
     assert steps_done(trainer) == 0
 
 
+def test_a_second_training_begins_with_the_weights_of_the_first(build, vllm, smollm2_path):
+    """Both begin at step 0, and TRL tells by the number of the step whether the engine has the weights."""
+    trainer = build(str(smollm2_path), **VLLM, learning_rate=1e-4, max_steps=1)
+    for _ in range(2):
+        trainer.train()
+        assert trainer.state.log_history[0]["support/logprob_gap_max"] <= 1e-4
+
+
 def test_another_temperature_is_named_with_its_value(build, vllm, smollm2_path):
     trainer = build(str(smollm2_path), **VLLM)
     trainer.vllm_generation.temperature = 0.7

@@ -93,15 +93,15 @@ def assert_observations_are_empty(batches):
 
 
 @pytest.mark.parametrize(
-    "calls",
+    ("calls", "steps"),
     [
-        pytest.param([("add", {"a": 1, "b": 2}), None, ("add", {"a": 4, "b": 5})], id="several turns"),
-        pytest.param([("fail", {}), None], id="tools that fail"),
-        pytest.param([("add", {"a": 1, "b": 2}), ("long_answer", {}), None], id="results too long"),
-        pytest.param([("add", {"a": 1, "b": 2})], id="until the budget is spent"),
+        pytest.param([("add", {"a": 1, "b": 2}), None, ("add", {"a": 4, "b": 5})], 2, id="several turns"),
+        pytest.param([("fail", {}), None], 1, id="tools that fail"),
+        pytest.param([("add", {"a": 1, "b": 2}), ("long_answer", {}), None], 1, id="results too long"),
+        pytest.param([("add", {"a": 1, "b": 2})], 1, id="until the budget is spent"),
     ],
 )
-def test_tool_loop_through_vllm(build, vllm, smollm2_path, scripted, calls):
+def test_tool_loop_through_vllm(build, vllm, smollm2_path, scripted, calls, steps):
     scripted(calls)
     trainer = build(
         str(smollm2_path),
@@ -113,10 +113,11 @@ def test_tool_loop_through_vllm(build, vllm, smollm2_path, scripted, calls):
         processing_class=tool_tokenizer(smollm2_path),
         generation_kwargs={"max_tokens": 12},
         learning_rate=1e-5,
+        max_steps=steps,
     )
     batches = spy_batches(trainer)
     trainer.train()
-    assert_replayed(trainer, 2)
+    assert_replayed(trainer, steps)
     assert_observations_are_empty(batches)
 
 
@@ -145,10 +146,11 @@ def test_environment(build, vllm, smollm2_path, scripted):
         processing_class=tool_tokenizer(smollm2_path),
         generation_kwargs={"max_tokens": 10},
         learning_rate=1e-5,
+        max_steps=1,
     )
     batches = spy_batches(trainer)
     trainer.train()
-    assert_replayed(trainer, 2)
+    assert_replayed(trainer, 1)
     assert_observations_are_empty(batches)
 
 

@@ -318,6 +318,14 @@ class ReplayTrainer(RecordedGeneration, GapChecks, PublishesTraces, _TRLTrainer)
     def _replays_routes_in(self, reference: bool) -> bool:
         return not reference or self.args.routes_for_reference == "replay"
 
+    def train(self, *args, **kwargs):
+        if self.args.use_vllm and (self.replays_support or self.replays_routes):
+            # TRL skips the sync when the number of the step is that of the latest one, and a second training begins at
+            # step 0 with the weights of the first.
+            self._last_loaded_step = -1
+            self.vllm_generation.loaded_step = None
+        return super().train(*args, **kwargs)
+
     def training_step(self, *args, **kwargs):
         # Checkpointed layers run their routers again in backward, which is over only when this returns.
         try:
