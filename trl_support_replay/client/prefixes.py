@@ -1,4 +1,4 @@
-"""Finding the longest known beginning of a token sequence."""
+"""Finds the longest known beginning of a token sequence."""
 
 from __future__ import annotations
 

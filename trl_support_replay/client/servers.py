@@ -1,4 +1,4 @@
-"""One class a kind of server: what each can be asked for, with the same two methods."""
+"""One class per kind of vLLM server: what each can be asked for, with the same two methods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines that turn prompts into traces outside of training, one interface for all."""
+"""Transformers and vLLM as generators of traces outside of training, for the command `capture`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers that turn prompts into traces outside of training: the interface of `generators`."""
+"""Servers as generators of traces outside of training, for the command `capture`."""
 
 from __future__ import annotations
 

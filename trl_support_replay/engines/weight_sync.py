@@ -1,4 +1,4 @@
-"""Weights for servers come from the main process; all processes have to know whether they got there."""
+"""Sends weights to servers from the main process, and tells all processes whether they got there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replacing names of another module for a while."""
+"""Replaces names of another module for a while."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one error of the server's rooms."""
+"""The one error of the server: a refusal, with its HTTP status."""
 
 from __future__ import annotations
 

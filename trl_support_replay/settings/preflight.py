@@ -1,4 +1,4 @@
-"""What can be known to be wrong before a model is loaded."""
+"""Checks of datasets, folders and model files, before a model is loaded."""
 
 from __future__ import annotations
 

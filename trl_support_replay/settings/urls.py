@@ -1,4 +1,4 @@
-"""Server URLs may hold credentials, which are for the server alone."""
+"""Splits credentials off server URLs: they are for the server alone."""
 
 from __future__ import annotations
 

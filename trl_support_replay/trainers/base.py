@@ -1,4 +1,4 @@
-"""What every replaying trainer does alike: build TRL's trainer with replay in place, score over supports, and check.
+"""`ReplayTrainer`, what the GRPO and RLOO trainers share: construction with replay in place, and scoring over supports.
 
 `ReplayTrainer` is mixed into one of TRL's online trainers, whose names it knows from `_trl`. What differs between
 those (what a rollout returns, what the loss reads) is in the modules of the trainers themselves.

@@ -1,1 +1,1 @@
-"""One module a command of `trl-support-replay`; see `cli`."""
+"""One module per command of `trl-support-replay`; `cli/main.py` finds them."""
