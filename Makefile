@@ -42,7 +42,7 @@ test-all: venv
 	@$(RUN) -m pytest -q --junitxml build/tests.xml
 
 recipe-cpu: venv
-	@$(RUN) -c "from trl_support_replay.demo.model import fetch_smollm2; fetch_smollm2('models/SmolLM2-135M-Instruct')"
+	@$(RUN) -c "from trl_support_replay.cli.demo.model import fetch_smollm2; fetch_smollm2('models/SmolLM2-135M-Instruct')"
 	@$(RUN) -m trl_support_replay grpo --config recipes/cpu_smollm2.yaml
 
 dist: venv

@@ -26,13 +26,13 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trl_support_replay.audit.temperature import logprobs_at_temperature
-from trl_support_replay.audit.token_scores import RecordedTokens, TokenScorer
-from trl_support_replay.batch_layout import padded_batch
-from trl_support_replay.capture.transformers_generate import ScoresRecorder, recording
-from trl_support_replay.demo.model import fetch_smollm2
-from trl_support_replay.demo.task import sums
-from trl_support_replay.replay_check import ReplayCheck
+from trl_support_replay.analysis.audit.temperature import logprobs_at_temperature
+from trl_support_replay.analysis.audit.token_scores import RecordedTokens, TokenScorer
+from trl_support_replay.batch.layout import padded_batch
+from trl_support_replay.checks.replay_check import ReplayCheck
+from trl_support_replay.cli.demo.model import fetch_smollm2
+from trl_support_replay.cli.demo.task import sums
+from trl_support_replay.engines.transformers_generate import ScoresRecorder, recording
 from trl_support_replay.traces.columns import Trace
 
 from .scorer_report import with_table

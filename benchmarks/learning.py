@@ -38,8 +38,8 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_support_replay import SupportReplayGRPOConfig, SupportReplayGRPOTrainer
-from trl_support_replay.capture.vllm_engine import choose_capture, stock_engine_fixes
-from trl_support_replay.rebind import rebound
+from trl_support_replay.engines.vllm_engine import choose_capture, stock_engine_fixes
+from trl_support_replay.libraries.rebind import rebound
 
 HERE = Path(__file__).parent
 FIGURE = HERE.parent / "docs" / "figures" / "learning.png"

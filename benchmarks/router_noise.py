@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 import torch
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
-from trl_support_replay.audit import audit_traces, load_traces
+from trl_support_replay.analysis.audit import audit_traces, load_traces
 from trl_support_replay.routing import RouterReplay
 from trl_support_replay.traces.columns import Trace, traces_to_table
 
@@ -76,8 +76,8 @@ def sample(folder: Path) -> None:
     """In a process of its own: sample from `folder/model` and write `folder/traces.parquet`."""
     from vllm import LLM, SamplingParams
 
-    from trl_support_replay.capture.vllm_outputs import read_flat_logprobs
-    from trl_support_replay.capture.vllm_routes import read_routed_experts
+    from trl_support_replay.engine_outputs.vllm_outputs import read_flat_logprobs
+    from trl_support_replay.engine_outputs.vllm_routes import read_routed_experts
 
     routers = json.loads((folder / "routers.json").read_text())
     llm = LLM(

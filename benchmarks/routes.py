@@ -33,7 +33,7 @@ from trl_support_replay.routing import RouteBatch, RouterReplay
 from trl_support_replay.traces.columns import Trace, traces_to_table
 from trl_support_replay.traces.routes import RoutedExperts
 from trl_support_replay.traces.support import SupportRows
-from trl_support_replay.traces.wire import dumps, pack
+from trl_support_replay.wire.arrays import dumps, pack
 
 DATA = Path(__file__).parent / "data"
 # name: layers with experts, experts, top-k

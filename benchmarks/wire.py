@@ -28,10 +28,10 @@ import numpy as np
 from transformers import AutoTokenizer
 from trl.generation.vllm_client import VLLMClient
 
-from tests.serving.vllm_process import VLLMServe
-from trl_support_replay.serving import protocol
-from trl_support_replay.serving.protocol import GenerateRequest, Sample
-from trl_support_replay.serving.transport import _gunzip
+from tests.server.vllm_process import VLLMServe
+from trl_support_replay.client.transport import _gunzip
+from trl_support_replay.wire import protocol
+from trl_support_replay.wire.protocol import GenerateRequest, Sample
 
 _LIMIT = 2**30  # bytes of a message, as in the client
 DATA = Path(__file__).parent / "data" / "wire.csv"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from trl_support_replay.environment import EnvironmentReport, report
+from trl_support_replay.libraries.environment import EnvironmentReport, report
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "compatibility.md"
 
@@ -40,7 +40,7 @@ class Matrix:
     rows: Mapping[str, tuple[tuple[str, ...], ...]]
 
 
-_TRAINER, _SERVING, _ROUTING = "tests/trainer/", "tests/serving/", "tests/routing/"
+_TRAINER, _SERVING, _ROUTING = "tests/trainers/", "tests/server/", "tests/routing/"
 _SHARDED, _MEGATRON = "tests/distributed/", "tests/megatron/"
 MATRICES = (
     Matrix(
@@ -49,7 +49,7 @@ MATRICES = (
         ("supports", "tools, several turns", "routed experts"),
         {
             "transformers `generate`": (
-                (f"{_TRAINER}test_replay.py::test_transformers_*", "tests/capture/test_transformers_generate.py::*"),
+                (f"{_TRAINER}test_replay.py::test_transformers_*", "tests/engines/test_transformers_generate.py::*"),
                 (f"{_TRAINER}test_multi_turn.py::test_custom_rollout*",),
                 (f"{_TRAINER}test_routes.py::*",),
             ),
@@ -59,7 +59,7 @@ MATRICES = (
                 (f"{_TRAINER}test_routes_vllm.py::*", f"{_ROUTING}test_routing_vllm.py::*"),
             ),
             "vLLM's sampling mask (its output only: the engine needs a GPU)": (
-                ("tests/capture/test_vllm_outputs.py::test_sampling_mask*",),
+                ("tests/engine_outputs/test_vllm_outputs.py::test_sampling_mask*",),
                 (),
                 (),
             ),
@@ -122,7 +122,7 @@ MATRICES = (
             "stock GRPO, when nothing is truncated": ((f"{_TRAINER}test_stock_equality.py::*",),),
             "RLOO": ((f"{_TRAINER}test_rloo.py::*",),),
             "every score that a loss may take": ((f"{_TRAINER}test_scores.py::*",),),
-            "audit": (("tests/audit/test_causes.py::*", "tests/audit/test_page.py::*"),),
+            "audit": (("tests/analysis/test_causes.py::*", "tests/analysis/test_page.py::*"),),
             "evaluation, checkpoints, completions": ((f"{_TRAINER}test_lifecycle.py::*",),),
             "LoRA, with adapter reference": ((f"{_TRAINER}test_replay.py::*LoRA*",),),
             "heads of the families of transformers": (("tests/scoring/test_head_from_model.py::*",),),

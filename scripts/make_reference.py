@@ -11,10 +11,10 @@ from typing import Any, get_type_hints
 
 from trl import GRPOConfig
 
-from trl_support_replay.config import SupportReplayGRPOConfig
-from trl_support_replay.grpo_inputs.arguments import ReplayScriptArguments
+from trl_support_replay.cli.grpo_inputs.arguments import ReplayScriptArguments
 from trl_support_replay.routing.discovery import REFUSED_FAMILIES
-from trl_support_replay.sampling_table import Effect, Field, generate, sglang, trl, vllm
+from trl_support_replay.settings.config import SupportReplayGRPOConfig
+from trl_support_replay.settings.sampling_table import Effect, Field, generate, sglang, trl, vllm
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 

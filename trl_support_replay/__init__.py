@@ -9,26 +9,27 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from .config import SupportReplayGRPOConfig, SupportReplayRLOOConfig
-    from .contract import UnreplayableSettingError
-    from .model_probe import UnreplayableModelError
-    from .replay_check import ReplayGapError
-    from .rloo_trainer import SupportReplayRLOOTrainer
-    from .scoring import score_support, score_support_from_logits
-    from .traces.support import SupportRows
-    from .trainer import SupportReplayGRPOTrainer
+from ._version import __version__
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from .checks.replay_check import ReplayGapError
+    from .policy.model_probe import UnreplayableModelError
+    from .scoring import score_support, score_support_from_logits
+    from .settings.config import SupportReplayGRPOConfig, SupportReplayRLOOConfig
+    from .settings.contract import UnreplayableSettingError
+    from .traces.support import SupportRows
+    from .trainers.grpo import SupportReplayGRPOTrainer
+    from .trainers.rloo import SupportReplayRLOOTrainer
+
 
 _EXPORTS = {
-    "SupportReplayGRPOConfig": "config",
-    "SupportReplayGRPOTrainer": "trainer",
-    "SupportReplayRLOOConfig": "config",
-    "SupportReplayRLOOTrainer": "rloo_trainer",
-    "UnreplayableModelError": "model_probe",
-    "UnreplayableSettingError": "contract",
-    "ReplayGapError": "replay_check",
+    "SupportReplayGRPOConfig": "settings.config",
+    "SupportReplayGRPOTrainer": "trainers.grpo",
+    "SupportReplayRLOOConfig": "settings.config",
+    "SupportReplayRLOOTrainer": "trainers.rloo",
+    "UnreplayableModelError": "policy.model_probe",
+    "UnreplayableSettingError": "settings.contract",
+    "ReplayGapError": "checks.replay_check",
     "SupportRows": "traces.support",
     "score_support": "scoring",
     "score_support_from_logits": "scoring",

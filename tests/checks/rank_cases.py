@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from trl_support_replay.replay_check import ReplayCheck
+from trl_support_replay.checks.replay_check import ReplayCheck
 
 
 def gather(tensor):

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.audit.conftest import dense, edited, moe, sample  # noqa: F401
-from tests.trainer.conftest import tiny_model_path  # noqa: F401
-from tests.trainer.test_routes import moe_path  # noqa: F401
-from trl_support_replay.audit import token_scores
-from trl_support_replay.audit.token_scores import RecordedTokens, TokenScorer
-from trl_support_replay.replay_check import explain
+from tests.analysis.conftest import dense, edited, moe, sample  # noqa: F401
+from tests.trainers.conftest import tiny_model_path  # noqa: F401
+from tests.trainers.test_routes import moe_path  # noqa: F401
+from trl_support_replay.analysis.audit import token_scores
+from trl_support_replay.analysis.audit.token_scores import RecordedTokens, TokenScorer
+from trl_support_replay.checks.replay_check import explain
 from trl_support_replay.traces.support import SupportRows
 
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from benchmarks.check_power import Pool, new_check
-from tests.audit.conftest import dense, sample  # noqa: F401
+from tests.analysis.conftest import dense, sample  # noqa: F401
 from tests.ranks import run_on_ranks
-from tests.trainer.conftest import tiny_model_path  # noqa: F401
-from trl_support_replay.audit.temperature import logprobs_at_temperature
-from trl_support_replay.audit.token_scores import RecordedTokens, TokenScorer
-from trl_support_replay.replay_check import ReplayCheck
+from tests.trainers.conftest import tiny_model_path  # noqa: F401
+from trl_support_replay.analysis.audit.temperature import logprobs_at_temperature
+from trl_support_replay.analysis.audit.token_scores import RecordedTokens, TokenScorer
+from trl_support_replay.checks.replay_check import ReplayCheck
 
 BATCH = 24
 

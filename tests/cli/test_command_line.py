@@ -11,11 +11,13 @@ from types import SimpleNamespace
 import pytest
 
 from tests.processes import LAUNCHED
-from trl_support_replay import __version__, commands
-from trl_support_replay.cli import CommandError, command_modules, main, run
-from trl_support_replay.contract import UnreplayableSettingError
-from trl_support_replay.environment import EnvironmentReport, PackageStatus
-from trl_support_replay.replay_check import ReplayGapError
+from trl_support_replay import __version__
+from trl_support_replay.checks.replay_check import ReplayGapError
+from trl_support_replay.cli import commands
+from trl_support_replay.cli.main import command_modules, main, run
+from trl_support_replay.errors import CommandError
+from trl_support_replay.libraries.environment import EnvironmentReport, PackageStatus
+from trl_support_replay.settings.contract import UnreplayableSettingError
 
 
 def test_every_command_explains_itself(capsys):
@@ -47,7 +49,7 @@ def test_version(capsys):
 
 def test_listing_the_commands_imports_nothing_heavy():
     code = (
-        "import sys, trl_support_replay.cli as cli\n"
+        "import sys, trl_support_replay.cli.main as cli\n"
         "try: cli.main(['--help'])\n"
         "except SystemExit: pass\n"
         "sys.exit(' '.join({'torch', 'trl', 'transformers', 'vllm', 'datasets', 'numpy'} & set(sys.modules)))"
@@ -90,7 +92,7 @@ def test_a_wrong_input_is_told_once_and_what_one_worker_met_by_that_worker(capsy
 
 
 def test_workers_show_tracebacks_as_the_command_does(monkeypatch):
-    from trl_support_replay.commands import env
+    from trl_support_replay.cli.commands import env
 
     told = []
     monkeypatch.setattr(env, "main", lambda argv: told.append(os.environ.get("TRL_SUPPORT_REPLAY_DEBUG")) or 0)
@@ -140,7 +142,7 @@ def test_a_wrong_input_has_no_traceback(options, message, tmp_path, monkeypatch,
 
 @pytest.mark.usefixtures("alone")
 def test_an_interruption_after_the_last_step_does_not_lose_the_model(monkeypatch, tmp_path, capsys):
-    from trl_support_replay.commands import grpo
+    from trl_support_replay.cli.commands import grpo
 
     class Trained:
         sampling_settings, replays_support, replays_routes = "top_k=5", True, False
@@ -192,7 +194,7 @@ def test_env_ends_with_1_and_says_what_to_install(capsys, monkeypatch):
     status = PackageStatus("trl", "trl", "1.17.0", ">=1.15,<1.17", True, False, "pip install 'trl>=1.15,<1.17'")
     absent = PackageStatus("peft", None, None, ">=0.15", False, True, "pip install 'trl-support-replay[peft]'")
     found = EnvironmentReport("0", "cpu", (status, absent), ())
-    monkeypatch.setattr("trl_support_replay.commands.env.report", lambda: found)
+    monkeypatch.setattr("trl_support_replay.cli.commands.env.report", lambda: found)
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["env"]) == 1
     table = capsys.readouterr().out

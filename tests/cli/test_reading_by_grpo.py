@@ -7,8 +7,8 @@ import datasets
 import pytest
 
 from tests.cli.conftest import run_cli
-from trl_support_replay.cli import CommandError
-from trl_support_replay.grpo_inputs.datasets import load_splits
+from trl_support_replay.cli.grpo_inputs.datasets import load_splits
+from trl_support_replay.errors import CommandError
 from trl_support_replay.traces.columns import TraceSchemaError
 from trl_support_replay.traces.shards import ShardFolder
 

@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from tests.cli.conftest import CLI, capture, cli, run_cli
-from trl_support_replay.cli import main
+from trl_support_replay.cli.main import main
 from trl_support_replay.traces.columns import table_to_traces
 from trl_support_replay.traces.shards import ShardFolder
 

@@ -18,10 +18,10 @@ from accelerate import Accelerator
 from datasets import Dataset, load_dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.trainer.conftest import character_tokenizer
+from tests.trainers.conftest import character_tokenizer
 from trl_support_replay import SupportReplayGRPOConfig, SupportReplayGRPOTrainer
-from trl_support_replay.capture.transformers_generate import ScoresRecorder
-from trl_support_replay.processes import agreeing, agreeing_around, alone
+from trl_support_replay.engines.transformers_generate import ScoresRecorder
+from trl_support_replay.parallel.processes import agreeing, agreeing_around, alone
 
 LENGTH = 6
 

@@ -11,9 +11,9 @@ import trl.trainer.grpo_trainer as trl_grpo
 from accelerate import Accelerator
 
 from tests.distributed.fault_cases import raised
-from trl_support_replay.replay_metrics import over_processes, route_metrics, support_metrics
+from trl_support_replay.checks.replay_metrics import over_processes, route_metrics, support_metrics
+from trl_support_replay.parallel.tensor_parallel import SampleGroups
 from trl_support_replay.routing import RouteMetrics
-from trl_support_replay.tensor_parallel import SampleGroups
 from trl_support_replay.traces.columns import Trace
 from trl_support_replay.traces.support import SupportRows
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.ranks import run_on_ranks
-from trl_support_replay.processes import agreeing, alone
+from trl_support_replay.parallel.processes import agreeing, alone
 
 SECONDS = 30  # the groups of the tests give up after 60
 
@@ -32,7 +32,7 @@ def test_a_block_fails_on_all_processes_or_on_none(ranks):
 
 
 def test_a_single_process_exchanges_nothing(monkeypatch):
-    import trl_support_replay.processes as module
+    import trl_support_replay.parallel.processes as module
 
     monkeypatch.setattr(module, "gather", None)
     with agreeing():

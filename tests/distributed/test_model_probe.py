@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.ranks import run_on_ranks
-from trl_support_replay.model_probe import Probe, UnreplayableModelError
-from trl_support_replay.noise import silence
-from trl_support_replay.replay_head import add_replay_head
-from trl_support_replay.replayed_models import replayed_scores
+from trl_support_replay.policy.model_probe import Probe, UnreplayableModelError
+from trl_support_replay.policy.noise import silence
+from trl_support_replay.policy.replay_head import add_replay_head
+from trl_support_replay.trainers.replayed_models import replayed_scores
 
 BACKENDS = ("ddp", "fsdp1", "fsdp2", "zero3")
 

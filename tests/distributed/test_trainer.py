@@ -14,11 +14,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.parts import require
-from tests.serving.fakes import AppServer, serving
-from tests.serving.test_sglang import SGLangWithModel
-from tests.trainer.conftest import character_tokenizer
+from tests.server.fakes import AppServer, serving
+from tests.server.test_sglang import SGLangWithModel
+from tests.trainers.conftest import character_tokenizer
 from trl_support_replay import SupportReplayGRPOConfig
-from trl_support_replay.tensor_parallel import SampleGroups, check_tensor_parallel
+from trl_support_replay.parallel.tensor_parallel import SampleGroups, check_tensor_parallel
 
 WORKER = Path(__file__).with_name("trainer_worker.py")
 TORCHRUN = ["torch.distributed.run", "--standalone"]

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from trl_support_replay import SupportReplayGRPOConfig, SupportReplayGRPOTrainer
-from trl_support_replay.capture.sglang_server import SGLangRollout
+from trl_support_replay.engines.sglang_server import SGLangRollout
 
 VOCABULARY, EOS = 96, 2
 LENGTH = 10

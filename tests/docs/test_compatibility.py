@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from scripts.make_compatibility import MATRICES, PAGE, cell, main, page, read_results
-from trl_support_replay.environment import EnvironmentReport, PackageStatus
+from trl_support_replay.libraries.environment import EnvironmentReport, PackageStatus
 
 ROOT = Path(__file__).resolve().parents[2]
 XML = """<testsuites><testsuite>
-<testcase classname="tests.trainer.test_replay" name="test_transformers_x[top_p]"/>
-<testcase classname="tests.trainer.test_replay" name="test_transformers_x[min_p]"/>
-<testcase classname="tests.trainer.test_replay" name="test_vllm_x"><failure message="no"/></testcase>
-<testcase classname="tests.trainer.test_replay" name="test_vllm_y"/>
+<testcase classname="tests.trainers.test_replay" name="test_transformers_x[top_p]"/>
+<testcase classname="tests.trainers.test_replay" name="test_transformers_x[min_p]"/>
+<testcase classname="tests.trainers.test_replay" name="test_vllm_x"><failure message="no"/></testcase>
+<testcase classname="tests.trainers.test_replay" name="test_vllm_y"/>
 <testcase classname="tests.distributed.test_trainer" name="test_ddp[a]"><skipped/></testcase>
 <testcase classname="tests.distributed.test_trainer" name="test_zero3[a]"><error/></testcase>
 </testsuite></testsuites>"""
@@ -36,8 +36,8 @@ def results(tmp_path):
 
 def test_cells_say_what_the_tests_did(results):
     found = read_results([results])
-    assert cell(("tests/trainer/test_replay.py::test_transformers_*",), found) == "2 pass"
-    assert cell(("tests/trainer/test_replay.py::test_vllm_*",), found) == "**1 of 2 fail**"
+    assert cell(("tests/trainers/test_replay.py::test_transformers_*",), found) == "2 pass"
+    assert cell(("tests/trainers/test_replay.py::test_vllm_*",), found) == "**1 of 2 fail**"
     assert cell(("tests/distributed/test_trainer.py::test_ddp*",), found) == "not run"  # a skipped test proves nothing
     assert cell(("tests/distributed/test_trainer.py::test_zero3*",), found) == "**1 of 1 fail**"
     assert cell(("tests/nothing.py::*",), found) == "not run" and cell((), found) == "-"
@@ -62,7 +62,7 @@ def test_a_failure_is_the_exit_status(results, tmp_path, monkeypatch):
 def test_a_later_file_wins(results, tmp_path):
     again = tmp_path / "again.xml"
     again.write_text(XML.replace('<failure message="no"/>', ""))
-    assert cell(("tests/trainer/test_replay.py::test_vllm_*",), read_results([results, again])) == "2 pass"
+    assert cell(("tests/trainers/test_replay.py::test_vllm_*",), read_results([results, again])) == "2 pass"
 
 
 def test_every_pattern_names_tests_that_exist():

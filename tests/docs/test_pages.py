@@ -16,8 +16,8 @@ import yaml
 
 from scripts.make_reference import PAGES as GENERATED
 from tests.docs.pages import PAGES, ROOT, anchors, blocks, links
-from tests.trainer.conftest import build, checksum_reward, sums, tiny_model_path  # noqa: F401
-from trl_support_replay.cli import command_modules, main
+from tests.trainers.conftest import build, checksum_reward, sums, tiny_model_path  # noqa: F401
+from trl_support_replay.cli.main import command_modules, main
 
 TITLES = [page.name for page in PAGES]
 _LANGUAGES = {"", "python", "diff", "yaml"}
@@ -133,7 +133,7 @@ def test_every_metric_that_is_logged_is_described():
     """Names are read off the code that logs them."""
     described = (ROOT / "docs" / "metrics.md").read_text()
     logged = set()
-    for path in (ROOT / "trl_support_replay").glob("*.py"):
+    for path in (ROOT / "trl_support_replay").rglob("*.py"):
         logged |= set(re.findall(r'"((?:support|routes|sampling)/\w+(?:/\w+)?)"', path.read_text()))
     assert len(logged) > 15
     for name in logged:

@@ -12,7 +12,7 @@ from huggingface_hub import DatasetCard, ModelCard
 
 from tests.hub.fake_hub import TOKEN, FakeHub
 from tests.processes import environment
-from tests.trainer.conftest import tiny_model_path  # noqa: F401
+from tests.trainers.conftest import tiny_model_path  # noqa: F401
 from trl_support_replay.hub.model_card import RunFacts, add_section, section, summarize
 from trl_support_replay.hub.traces import TraceFacts, traces_card
 from trl_support_replay.traces.columns import table_to_traces

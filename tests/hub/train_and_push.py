@@ -3,7 +3,7 @@
 import logging
 import sys
 
-from tests.trainer.conftest import checksum_reward, sums
+from tests.trainers.conftest import checksum_reward, sums
 from trl_support_replay import SupportReplayGRPOConfig, SupportReplayGRPOTrainer
 
 logging.basicConfig(level=logging.DEBUG)  # whatever any library would say, a token included

@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import trl_support_replay
-from tests.trainer.conftest import tiny_model_path  # noqa: F401
+from tests.trainers.conftest import tiny_model_path  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -174,7 +174,10 @@ def test_the_wheel_trains_with_core_dependencies_alone(bare, tiny_model_path, tm
         (("trl-support-replay", "vllm-serve", "model"), "vllm"),
         (("trl-support-replay", "demo", "--output", "{tmp}"), "vllm"),
         (("python", "-c", "import trl_support_replay.megatron"), "megatron"),
-        (("python", "-c", "from trl_support_replay.demo.model import fetch_smollm2 as f; f('{tmp}/model')"), "demo"),
+        (
+            ("python", "-c", "from trl_support_replay.cli.demo.model import fetch_smollm2 as f; f('{tmp}/model')"),
+            "demo",
+        ),
         (
             ("trl-support-replay", "capture", "--model", "{model}", "--dataset", "{rows}", "--output", "{tmp}/t")
             + ("--engine", "vllm", "--top_k", "5"),
@@ -187,7 +190,7 @@ def test_the_wheel_trains_with_core_dependencies_alone(bare, tiny_model_path, tm
         ),
         (
             ("trl-support-replay", "grpo", "--model_name_or_path", "{model}", "--dataset_name", "{data}", "--use_vllm")
-            + ("--reward_funcs", "trl_support_replay.demo.task.sum_reward", "--top_k", "5", "--use_cpu")
+            + ("--reward_funcs", "trl_support_replay.cli.demo.task.sum_reward", "--top_k", "5", "--use_cpu")
             + ("--bf16", "false", "--output_dir", "{tmp}/run", "--per_device_train_batch_size", "8"),
             "vllm",
         ),

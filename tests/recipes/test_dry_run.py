@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 import yaml
 
-from trl_support_replay.cli import main
-from trl_support_replay.commands import grpo
-from trl_support_replay.grpo_inputs.arguments import launch_options
-from trl_support_replay.planning import make_plan
-from trl_support_replay.planning.launch import Launch
+from trl_support_replay.cli.commands import grpo
+from trl_support_replay.cli.grpo_inputs.arguments import launch_options
+from trl_support_replay.cli.main import main
+from trl_support_replay.cli.planning import make_plan
+from trl_support_replay.cli.planning.launch import Launch
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 # The configurations of the Hub's models, so that nothing is fetched.
 CONFIGS = ROOT / "tests" / "data" / "configs"
 SMALL = ["--model_name_or_path", str(CONFIGS / "Qwen3-0.6B"), "--dataset_name", "unread", "--output_dir", "unwritten"]
-REWARD = ["--reward_funcs", "trl_support_replay.demo.task.sum_reward"]
+REWARD = ["--reward_funcs", "trl_support_replay.cli.demo.task.sum_reward"]
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from trl.rewards import accuracy_reward
 
 from recipes.tools import boxed_reward, calculate
-from trl_support_replay.grpo_inputs.datasets import choose_split, gsm8k, mapped
+from trl_support_replay.cli.grpo_inputs.datasets import choose_split, gsm8k, mapped
 
 # In the form of openai/gsm8k.
 ROW = {"question": "Two boxes hold 600 pens each. How many pens?", "answer": "600 * 2 = <<600*2=1200>>1200\n#### 1,200"}

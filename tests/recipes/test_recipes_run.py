@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tests.processes import environment
-from tests.trainer.conftest import tiny_model_path  # noqa: F401
+from tests.trainers.conftest import tiny_model_path  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_support_replay.capture.vllm_routes import read_routed_experts
+from trl_support_replay.engine_outputs.vllm_routes import read_routed_experts
 from trl_support_replay.traces.routes import RoutesError
 
 MODEL = {"layers": (1, 3), "num_experts": 300, "top_k": 2, "request": "request 7"}

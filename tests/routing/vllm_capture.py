@@ -13,8 +13,8 @@ def main(job: dict) -> None:
     """Run the requests of `job` and write, for each completion `i`, the arrays `<i>/<name>` of its results."""
     from vllm import LLM, SamplingParams
 
-    from trl_support_replay.capture.vllm_outputs import read_flat_logprobs
-    from trl_support_replay.capture.vllm_routes import read_routed_experts
+    from trl_support_replay.engine_outputs.vllm_outputs import read_flat_logprobs
+    from trl_support_replay.engine_outputs.vllm_routes import read_routed_experts
 
     llm = LLM(
         model=job["model"],

@@ -26,10 +26,10 @@ import datasets
 import numpy as np
 from transformers import AutoConfig
 
-from trl_support_replay.cli import main as command
-from trl_support_replay.grpo_inputs.datasets import load_splits
+from trl_support_replay.cli.grpo_inputs.datasets import load_splits
+from trl_support_replay.cli.main import main as command
 from trl_support_replay.hub.traces import TraceFacts
-from trl_support_replay.offline import OfflineTraces
+from trl_support_replay.rollouts.offline import OfflineTraces
 from trl_support_replay.traces.columns import Trace, traces_to_table
 from trl_support_replay.traces.reading import trace_tables, traces_of
 from trl_support_replay.traces.routes import RoutedExperts

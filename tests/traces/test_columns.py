@@ -10,8 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_support_replay.dataset_columns import DatasetColumns
-from trl_support_replay.trace_saving import TraceSaver
 from trl_support_replay.traces.columns import (
     Trace,
     TraceSchemaError,
@@ -19,11 +17,13 @@ from trl_support_replay.traces.columns import (
     trace_schema,
     traces_to_table,
 )
+from trl_support_replay.traces.dataset_columns import DatasetColumns
 from trl_support_replay.traces.reading import trace_tables
 from trl_support_replay.traces.routes import RoutedExperts
 from trl_support_replay.traces.sampling import sampling_temperatures
 from trl_support_replay.traces.shards import ShardFolder, ShardFolderError
 from trl_support_replay.traces.support import SupportError, SupportRows
+from trl_support_replay.trainers.trace_saving import TraceSaver
 
 ORIGIN = {
     "model": "org/model",

@@ -13,7 +13,7 @@ import pytest
 
 from tests.processes import environment
 from tests.traces import damage
-from tests.trainer.conftest import tiny_model_path  # noqa: F401
+from tests.trainers.conftest import tiny_model_path  # noqa: F401
 from trl_support_replay.traces.columns import TraceSchemaError, table_to_traces, traces_to_table
 from trl_support_replay.traces.reading import trace_dataset, trace_tables, traces_of
 from trl_support_replay.traces.record import FolderRecord

@@ -9,13 +9,13 @@ import pandas as pd
 import pytest
 
 from tests.processes import environment
-from tests.trainer.conftest import tiny_model_path  # noqa: F401
+from tests.trainers.conftest import tiny_model_path  # noqa: F401
 
 pytestmark = pytest.mark.needs("tensorboard", "trackio", "wandb")
 ROOT = Path(__file__).resolve().parents[2]
 RUN = """
 import json, sys, wandb
-from tests.trainer.conftest import checksum_reward, sums
+from tests.trainers.conftest import checksum_reward, sums
 from trl_support_replay import SupportReplayGRPOConfig, SupportReplayGRPOTrainer
 
 args = SupportReplayGRPOConfig(

@@ -10,8 +10,8 @@ from typing import Any
 
 from huggingface_hub import ModelCard
 
-from .. import __version__
-from ..trace_saving import engine_used
+from .._version import __version__
+from ..engines.choose import engine_used
 
 TAGS = ("support-replay", "importance-sampling")
 _HEADING = "## Sampling-support replay"

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 from huggingface_hub import DatasetCard, DatasetCardData, HfApi
 
-from .. import __version__
+from .._version import __version__
 from ..traces.columns import TraceSchemaError
 from ..traces.reading import trace_tables, traces_of
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from .columns import Trace, TraceSchemaError, table_to_traces
+from .columns import REQUIRED_COLUMNS, Trace, TraceSchemaError, table_to_traces
 from .routes import RoutesError
 from .support import SupportError
 
@@ -165,3 +165,20 @@ def _told(file: Any, what: str, error: Exception) -> str:
 def _first_line(error: Exception) -> str:
     text = (str(error).strip() or "no reason given").splitlines()[0].rstrip(".")
     return text if isinstance(error, pa.ArrowException | OSError) else f"{type(error).__name__}: {text}"
+
+
+def is_trace_dataset(dataset: Any) -> bool:
+    """Whether a training dataset holds traces rather than prompts.
+
+    Raises:
+        TraceSchemaError: it has some columns of traces and not the others, so it is neither.
+    """
+    columns = getattr(dataset, "column_names", None) or []
+    held = [name for name in REQUIRED_COLUMNS if name in columns]
+    missing = [name for name in REQUIRED_COLUMNS if name not in columns]
+    if held and missing:
+        raise TraceSchemaError(
+            f"The training dataset has the columns {held} of saved traces and lacks {missing}. Train on whole traces, "
+            f"or, to sample its prompts anew, drop those columns: dataset.remove_columns({held})."
+        )
+    return not missing

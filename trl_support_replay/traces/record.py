@@ -1,4 +1,4 @@
-"""What decided the contents of a folder of shards, kept beside them, so that nothing else is mixed in."""
+"""The settings that a folder of traces was written with, kept beside them, so that nothing else is mixed in."""
 
 from __future__ import annotations
 

@@ -1,0 +1,113 @@
+"""The proof: replayed log-probs equal the recorded ones and the importance ratio is 1, on real models and engines."""
+
+import pytest
+
+from trl_support_replay.libraries.rebind import rebound
+from trl_support_replay.settings.contract import UnreplayableSettingError
+
+HF = {"use_vllm": False, "max_completion_length": 16}
+VLLM = {"use_vllm": True, "max_completion_length": 16, "top_k": 20, "top_p": 0.9, "learning_rate": 1e-5}
+LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], "init_lora_weights": False}
+
+
+def assert_replayed(trainer, generations):
+    """The three figures, at every generation."""
+    logs = [log for log in trainer.state.log_history if "support/logprob_gap_max" in log]
+    assert len(logs) == generations
+    for log in logs:
+        assert log["support/logprob_gap_max"] <= 1e-4
+        assert abs(log["sampling/importance_sampling_ratio_raw/mean"] - 1) <= 1e-3
+        assert log["sampling/outside_10pct"] == 0
+        assert log["support/repaired"] == 0 and log["support/synthetic_eos"] == 0
+        assert log["support/size_mean"] > 1.5  # there was something to replay
+    return logs
+
+
+@pytest.mark.parametrize(
+    ("settings", "generations"),
+    [
+        pytest.param({"top_p": 0.9}, 2, id="top_p"),
+        pytest.param({"top_p": 1.0, "min_p": 0.1}, 2, id="min_p alone"),
+        pytest.param({"top_k": 20, "top_p": 0.9, "temperature": 0.6}, 2, id="temperature 0.6"),
+        pytest.param({"top_k": 8, "num_iterations": 2, "max_steps": 4}, 2, id="two optimizer steps a generation"),
+        pytest.param({"top_k": 8, "steps_per_generation": 2, "max_steps": 4}, 2, id="steps_per_generation"),
+        pytest.param({"top_k": 8, "gradient_accumulation_steps": 2}, 2, id="gradient accumulation"),
+        pytest.param({"top_k": 8, "gradient_checkpointing": False}, 2, id="no gradient checkpointing"),
+        pytest.param({"top_k": 8, "lora": LORA}, 2, id="LoRA"),
+        pytest.param({"top_k": 8, "lora": LORA, "beta": 0.1}, 2, id="LoRA with adapter reference"),
+        pytest.param({"top_k": 8, "beta": 0.1, "kl_scope": "full"}, 2, id="full KL"),
+        pytest.param({"generation_kwargs": {"typical_p": 0.8}}, 2, id="typical_p"),
+        pytest.param({"top_k": 8, "cast_lm_head_to_fp32": True}, 2, id="head in float32"),
+    ],
+)
+def test_transformers_generation_is_replayed_exactly(build, tiny_model_path, settings, generations):
+    trainer = build(tiny_model_path, **HF, **settings)
+    trainer.train()
+    assert_replayed(trainer, generations)
+
+
+def test_masked_truncated_completions_leave_loss_and_check(build, tiny_model_path):
+    settings = {"top_p": 0.9, "mask_truncated_completions": True, "per_device_train_batch_size": 16}
+    trainer = build(tiny_model_path, **HF | settings | {"max_completion_length": 40})
+    trainer.train()
+    for log in assert_replayed(trainer, 2):
+        assert 0 < log["completions/clipped_ratio"] < 1
+
+
+def test_a_batch_of_truncated_completions_only_has_no_figures(build, tiny_model_path):
+    trainer = build(tiny_model_path, **HF | {"max_completion_length": 1}, top_p=0.9, mask_truncated_completions=True)
+    trainer.train()
+    assert trainer.state.global_step == 2
+    assert "support/logprob_gap_max" not in trainer.state.log_history[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "generations"),
+    [
+        pytest.param({}, 2, id="top_k and top_p"),
+        pytest.param({"temperature": 0.6}, 2, id="temperature 0.6"),
+        pytest.param({"num_iterations": 2, "max_steps": 4}, 2, id="two optimizer steps a generation"),
+        pytest.param({"lora": LORA, "beta": 0.05}, 2, id="LoRA with adapter reference"),
+        pytest.param({"gradient_checkpointing": False}, 2, id="no gradient checkpointing"),
+        pytest.param({"min_p": 0.05, "generation_kwargs": {"min_tokens": 4}}, 2, id="min_p and min_tokens"),
+        pytest.param({"generation_kwargs": {"stop": ["the", "."]}}, 2, id="stop strings"),
+    ],
+)
+def test_vllm_generation_is_replayed_exactly(build, vllm, smollm2_path, settings, generations):
+    trainer = build(str(smollm2_path), **VLLM, **settings)
+    trainer.train()
+    logs = assert_replayed(trainer, generations)
+    assert vllm["max_logprobs"] == 24 and trainer.vllm_generation.capture == "logprobs"
+    # TRL's own metric agrees with ours.
+    for log in logs:
+        assert log["sampling/sampling_logp_difference/max"] == pytest.approx(log["support/logprob_gap_max"], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "value"),
+    [
+        ("model_config", "logprobs_mode", "raw_logprobs"),
+        ("model_config", "logits_processors", ["some.module:Processor"]),
+        ("", "speculative_config", {"method": "ngram"}),
+    ],
+)
+def test_an_engine_that_turns_out_to_break_replay_is_refused(build, vllm, smollm2_path, shared_llm, place, name, value):
+    """The configuration of the engine that was built counts, not only what was asked for: a model can bring drafts."""
+    config = shared_llm.llm_engine.vllm_config
+    with rebound(getattr(config, place) if place else config, **{name: value}):
+        with pytest.raises(UnreplayableSettingError, match=f"^the engine's {name}="):
+            build(str(smollm2_path), **VLLM)
+
+
+def test_stock_ratio_is_far_from_one(build, vllm, smollm2_path):
+    """What replay is for: the same run without it."""
+    from trl import GRPOConfig, GRPOTrainer
+
+    from trl_support_replay.engines.vllm_engine import stock_engine_fixes
+
+    with stock_engine_fixes(max_logprobs=24):
+        trainer = build(str(smollm2_path), trainer_cls=GRPOTrainer, config_cls=GRPOConfig, **VLLM)
+    trainer.train()
+    for log in trainer.state.log_history[:2]:
+        assert log["sampling/sampling_logp_difference/mean"] > 0.1
+        assert log["sampling/importance_sampling_ratio/mean"] < 0.5

@@ -1,0 +1,1 @@
+"""Saved traces under a model, without a trainer: scores and audits."""

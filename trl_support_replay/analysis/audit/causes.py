@@ -1,0 +1,225 @@
+"""Names what a gap comes from: for each possible cause, undo it and see how much of the gap is left.
+
+Truncation, routes and stale weights are parts of the gap (`gaps`). What is left can be no part of a healthy run, so it
+is tried against faults that are known to happen. Those that a running trainer tries too are in `gap_causes`; an engine
+in half precision and the steps of training are tried here, where the model is whole and the traces are of many steps.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...checks.gap_causes import (
+    EXPLAINS,
+    Attempt,
+    nothing_explains,
+    try_live_routes,
+    try_places,
+    try_shift,
+    try_temperature,
+)
+from ...checks.recorded_gaps import RecordedGaps
+from ...checks.replay_check import Tolerance
+from ...policy.model_probe import causal_model
+from .gaps import Scored
+from .temperature import logprobs_at_temperature
+from .token_scores import RecordedTokens, TokenScorer
+
+# Half precision need not round as the engine's does. It is believed when it makes a gap of like size (up to this
+# factor) that moves with the one seen.
+LIKE_SIZE, MOVES_WITH = 3.0, 0.3
+
+# What replay removes, and what it does not.
+EXPECTED = ("truncation", "routes")
+FAULTS = ("staleness", "shift", "temperature", "wrong_routes", "half_precision", "place", "unexplained")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One cause.
+
+    Attributes:
+        cause: among `EXPECTED` (what replay removes) and `FAULTS` (what it does not).
+        gap: mean absolute gap that it accounts for, in nats.
+        left: mean absolute gap that is left when it is undone.
+        sentence: what was found, with its evidence.
+        value: the temperature or the shift that fits; `None` for other causes.
+    """
+
+    cause: str
+    gap: float
+    left: float
+    sentence: str
+    value: float | None = None
+
+    @property
+    def is_fault(self) -> bool:
+        return self.cause in FAULTS
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What findings are drawn from.
+
+    Attributes:
+        tokens, scores, parts: see `gaps`.
+        temperature: the one that the traces name.
+        steps: `[N]` int64, the training step (or the shard) of each token.
+        scorer: of the model that `scores.closest` comes from.
+        tolerance: largest gap in nats that counts as rounding; of the mean gap a twentieth of it.
+        has_routes: whether recorded experts were replayed.
+    """
+
+    tokens: RecordedTokens
+    scores: Scored
+    parts: dict[str, np.ndarray]
+    temperature: float
+    steps: np.ndarray
+    scorer: TokenScorer
+    tolerance: float
+    has_routes: bool
+
+
+def find_causes(evidence: Evidence) -> list[Finding]:
+    """All findings, faults first, then by the gap that they account for."""
+    if not len(evidence.tokens):
+        return []
+    found = _expected(evidence)
+    rest = evidence.parts["numerics"]
+    if _exceeds(evidence.parts["staleness"], evidence.tolerance):
+        found.append(
+            Finding(
+                "staleness",
+                _mean(evidence.parts["staleness"]),
+                _mean(rest),
+                f"Stale weights: the sampler's weights score {_mean(evidence.parts['staleness']):.2g} nats away from "
+                f"the model's on average.",
+            )
+        )
+    if _exceeds(rest, evidence.tolerance):
+        found.append(_fault(evidence))
+    return sorted(found, key=lambda finding: (not finding.is_fault, -finding.gap))
+
+
+def verdict(findings: Sequence[Finding], tolerance: float) -> str:
+    """One sentence: the fault, if there is one, else what replay removes."""
+    faults = [finding for finding in findings if finding.is_fault]
+    if faults:
+        return faults[0].sentence
+    names = " and ".join(finding.cause for finding in findings)
+    if names:
+        return f"All of the gap is {names}, which replay removes; what is left is rounding (below {tolerance:g} nats)."
+    return f"There is no gap beyond rounding ({tolerance:g} nats)."
+
+
+def _expected(evidence: Evidence) -> list[Finding]:
+    found = []
+    sentences = {
+        "truncation": "Truncation: a score over the whole vocabulary is {gap:.2g} nats below the sampler's on average.",
+        "routes": "Routes: the live routers choose other experts than the engine did, worth {gap:.2g} nats on average.",
+    }
+    for cause in EXPECTED:
+        part = evidence.parts[cause]
+        if _exceeds(part, evidence.tolerance):
+            left = _mean(evidence.parts["total"] - part)
+            found.append(Finding(cause, _mean(part), left, sentences[cause].format(gap=_mean(part))))
+    wrong = any(attempt.sentence for attempt in _routes(evidence))
+    return [finding for finding in found if not (wrong and finding.cause == "routes")]
+
+
+def _fault(evidence: Evidence) -> Finding:
+    """The first cause that explains what is left, or that none does."""
+    gap, in_vain = _mean(evidence.parts["numerics"]), []
+    for attempt in _attempts(evidence):
+        if attempt.sentence:
+            return Finding(attempt.cause, gap, attempt.left, attempt.sentence, attempt.value)
+        in_vain.append(attempt)
+    not_tried = ["dropout or another input (images, another prompt) while sampling"]
+    if evidence.scores.sampler is None:
+        not_tried.insert(0, "other weights (stale ones, another checkpoint): give those that sampled to try them")
+    else:
+        not_tried.insert(0, "other weights: the given sampler is not what sampled, or one of these is the cause")
+    not_tried.append("logits that pass through something that this model does not repeat")
+    return Finding("unexplained", gap, gap, nothing_explains(in_vain, gap, not_tried))
+
+
+def _attempts(evidence: Evidence) -> Iterator[Attempt]:
+    """Undone one after another; the costly ones only when the others explain nothing."""
+    gaps = _gaps(evidence)
+    yield try_shift(gaps)
+    yield from _routes(evidence)
+    yield try_temperature(
+        gaps,
+        lambda t: logprobs_at_temperature(evidence.tokens, evidence.scores.closest.candidates, evidence.temperature, t),
+        evidence.temperature,
+        "the traces say",
+    )
+    yield from _half_precision(evidence)
+    yield from _other_steps(evidence)
+    yield from try_places(gaps)
+
+
+def _gaps(evidence: Evidence) -> RecordedGaps:
+    tokens, scored = evidence.tokens, evidence.scores.closest.logprobs
+    return RecordedGaps.of(tokens.traces, tokens.trace, tokens.position, scored, tokens.recorded, np.asarray)
+
+
+def _routes(evidence: Evidence) -> Iterator[Attempt]:
+    known = evidence.has_routes and evidence.scores.sampler is None
+    if known and _exceeds(evidence.parts["numerics"], evidence.tolerance):
+        scores = evidence.scores
+        yield try_live_routes(_gaps(evidence), scores.live.logprobs, scores.replayed.agreement)
+
+
+def _half_precision(evidence: Evidence) -> Iterator[Attempt]:
+    model: Any = evidence.scorer.model
+    if next(model.parameters()).dtype != torch.float32:
+        return
+    rest, scored = evidence.parts["numerics"], evidence.scores.closest.logprobs
+    gap = _mean(rest)
+    for dtype in (torch.bfloat16, torch.float16):
+        half_model = copy.deepcopy(model).to(dtype)
+        # A forward that was set on the model itself, as trainers do, would still run the model that was copied.
+        vars(causal_model(half_model)).pop("forward", None)
+        rounded = evidence.scorer.like(half_model)
+        half = rounded.score(evidence.tokens, evidence.has_routes).logprobs
+        left, size = _mean(half - evidence.tokens.recorded), _mean(half - scored)
+        along = float(np.corrcoef(rest, scored - half)[0, 1])
+        name, sentence = str(dtype).removeprefix("torch."), None
+        if left < EXPLAINS * gap or (max(gap, size) <= LIKE_SIZE * min(gap, size) and along > MOVES_WITH):
+            sentence = (
+                f"The engine computed in half precision: the model in {name} is {size:.2g} nats away from itself in "
+                f"float32, the record {gap:.2g}, with a correlation of {along:.2f}."
+            )
+        yield Attempt("half_precision", f"the model in {name}", left, sentence)
+
+
+def _other_steps(evidence: Evidence) -> Iterator[Attempt]:
+    rest = np.abs(evidence.parts["numerics"])
+    fits = {int(s): not _exceeds(rest[evidence.steps == s], evidence.tolerance) for s in np.unique(evidence.steps)}
+    fitting = [step for step, fit in fits.items() if fit]
+    if not fitting:
+        return
+    others = ~np.isin(evidence.steps, fitting)
+    sentence = (
+        f"Stale weights, or training: the model fits the traces of {len(fitting)} of {len(fits)} steps "
+        f"(first: {fitting[0]}), and the rest, {rest[others].mean():.2g} nats away on average, were sampled with other "
+        "weights. So it is with traces saved while training, whose steps have weights of their own: "
+        f"--step {fitting[0]} looks at the ones that this model sampled."
+    )
+    yield Attempt("staleness", "without the steps that do not fit", float(rest[~others].mean()), sentence)
+
+
+def _mean(values: np.ndarray) -> float:
+    return float(np.abs(values).mean()) if len(values) else 0.0
+
+
+def _exceeds(values: np.ndarray, tolerance: float) -> bool:
+    bounds = Tolerance.choose(True, tolerance)
+    return bool(len(values)) and not (np.abs(values).max() <= bounds.max and _mean(values) <= bounds.mean)  # NaN: true

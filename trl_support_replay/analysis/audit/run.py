@@ -1,0 +1,94 @@
+"""`audit_traces`: from traces and a model to an `Audit`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...checks.replay_check import LARGEST_ROUNDING
+from .causes import Evidence, Finding, find_causes, verdict
+from .gaps import Scored, split_gaps
+from .loading import AuditTraces
+from .token_scores import RecordedTokens, TokenScorer, routes_for
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What was found about some traces.
+
+    Attributes:
+        source: the traces and where they come from.
+        tokens: their recorded tokens, `N`.
+        scores: of those tokens.
+        parts: `[N]` nats for each part of the gap and for their sum; see `gaps`.
+        findings: causes, faults first.
+        tolerance: largest gap in nats that counted as rounding; of the mean gap a twentieth of it.
+        has_routes: whether recorded experts were replayed.
+    """
+
+    source: AuditTraces
+    tokens: RecordedTokens
+    scores: Scored
+    parts: dict[str, np.ndarray]
+    findings: list[Finding]
+    tolerance: float
+    has_routes: bool
+
+    @property
+    def verdict(self) -> str:
+        """One sentence: the first fault, or what replay removes."""
+        return verdict(self.findings, self.tolerance)
+
+
+def audit_traces(
+    source: AuditTraces,
+    model: Any,
+    sampler: Any = None,
+    *,
+    batch_size: int = 8,
+    tolerance: float = LARGEST_ROUNDING,
+    track: Callable[[Sequence[int]], Iterable[int]] = iter,
+) -> Audit:
+    """Score traces under a model and say where the gap to the recorded log-probs comes from.
+
+    Args:
+        source: the traces, from `load_traces` or of one's own making.
+        model: the model whose training is looked at, in memory; a trainer's `model` will do while it is not sharded.
+        sampler: the model with the weights that sampled, where it is at hand; it tells stale weights from the rest.
+        batch_size: traces a forward.
+        tolerance: largest gap in nats that counts as rounding; of the mean gap a twentieth of it, as in `replay_check`.
+        track: wraps the batches of each pass, to show how far it is; there are more passes where more is to be told
+            apart.
+
+    Raises:
+        UnreplayableModelError: scores by hidden states and head are not those of the model's own logits.
+        UnreplayableRouterError: traces with routes for a model whose routing cannot be replayed.
+        MultimodalTraceError: traces of prompts with images.
+    """
+    tokens = RecordedTokens.of(source.traces)
+    has_routes, _ = routes_for(source.traces, model)
+    scorer = TokenScorer(model, source.temperature, batch_size, track)
+    live = scorer.score(tokens)
+    replayed = scorer.score(tokens, replay_routes=True) if has_routes else live
+    sampled = None
+    if sampler is not None:
+        scorer = scorer.like(sampler)
+        sampled = scorer.score(tokens, replay_routes=has_routes)
+    scores = Scored(live, replayed, sampled)
+    parts = split_gaps(tokens, scores)
+    findings = find_causes(
+        Evidence(
+            tokens=tokens,
+            scores=scores,
+            parts=parts,
+            temperature=source.temperature,
+            steps=source.steps[tokens.trace],
+            scorer=scorer,
+            tolerance=tolerance,
+            has_routes=has_routes,
+        )
+    )
+    return Audit(source, tokens, scores, parts, findings, tolerance, has_routes)

@@ -1,0 +1,1 @@
+"""The layout of a padded batch: where each recorded token stands, and is predicted."""

@@ -1,1 +1,0 @@
-"""Where supports are recorded: one module an engine, one recorder for all of them."""

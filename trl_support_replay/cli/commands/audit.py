@@ -1,0 +1,121 @@
+"""Say where the gap between training and rollout comes from, for saved traces.
+
+Splits the gap of every recorded token into truncation, routes, stale weights and the rest, and tries what is left
+against known faults: records shifted by one, another temperature, wrong routes, half precision, other weights. Writes
+audit.json and audit.html (one page, no network). Exits with 1 when a fault is found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ._arguments import above_zero, add_scoring_options, command_parser, positive
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the report and print its table; 1 when there is a fault."""
+    parser = command_parser(
+        "audit",
+        __doc__,
+        "trl-support-replay audit --traces runs/traces --model runs/checkpoint-100 \\\n"
+        "    --sampler Qwen/Qwen3-0.6B --output runs/audit",
+    )
+    parser.add_argument("--traces", required=True, help="folder of shards, Parquet file, or dataset saved to disk")
+    parser.add_argument("--model", required=True, help="model whose training is looked at: a folder or a Hub name")
+    parser.add_argument("--revision", help="revision of --model")
+    parser.add_argument("--sampler", help="model with the weights that sampled, to tell stale weights from the rest")
+    parser.add_argument("--sampler_revision", help="revision of --sampler; alone: of --model")
+    parser.add_argument("--output", required=True, help="folder for audit.json and audit.html")
+    parser.add_argument("--step", type=int, help="only traces of this training step (or, without a step, shard)")
+    parser.add_argument("--limit", type=positive, default=256, help="traces, evenly spaced (default: %(default)s)")
+    parser.add_argument(
+        "--samples", type=positive, default=64, help="most samples in the token view (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--page_mb", type=above_zero, default=1.8, help="size of the report, at most (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=above_zero,
+        default=1e-3,
+        help="largest gap in nats that is rounding; of the mean gap a twentieth of it (default: %(default)s)",
+    )
+    add_scoring_options(parser)
+    args = parser.parse_args(argv)
+
+    import json
+
+    from rich.console import Console
+    from rich.progress import track
+
+    from ...analysis.audit import audit_traces, load_traces
+    from ...analysis.audit.page import render_page
+    from ...analysis.audit.report import build_report
+    from ...analysis.audit.table import print_report
+    from ...analysis.audit.token_scores import routes_for
+    from ...analysis.audit.token_view import add_samples
+    from ...analysis.trace_scores import check_fits
+    from ...routing import has_experts
+    from ...traces.shards import ShardFolder, write_file
+
+    output = ShardFolder(args.output, "--output").path
+    source = load_traces(args.traces, args.limit, args.step)
+    model = _load("--model", args.model, args.revision, args)
+    check_fits(source.traces, model, "--model", args.revision)
+    sampler_name = args.sampler or (args.model if args.sampler_revision else None)
+    sampler = _load("--sampler", sampler_name, args.sampler_revision, args) if sampler_name else None
+    if sampler is not None:
+        check_fits(source.traces, sampler, "--sampler", args.sampler_revision)
+    if has_experts(model):
+        print(f"--model {routes_for(source.traces, model)[1]}.")
+    texts = _texts(args.model, args.revision)
+    audit = audit_traces(
+        source,
+        model,
+        sampler,
+        batch_size=args.batch_size,
+        tolerance=args.tolerance,
+        track=lambda batches: track(batches, "scoring traces", console=Console(stderr=True), transient=True),
+    )
+    report = build_report(
+        audit,
+        model=_named(args.model, args.revision),
+        sampler=_named(sampler_name, args.sampler_revision),
+        eos_token_ids=_eos_token_ids(model),
+    )
+    add_samples(report, audit, texts, max_samples=args.samples, max_bytes=args.page_mb * 1e6)
+    write_file(output / "audit.json", json.dumps(report, allow_nan=False).encode())
+    write_file(output / "audit.html", render_page(report).encode())
+    print_report(report, Console())
+    print(f"report: {output / 'audit.html'}")
+    return 1 if any(finding.is_fault for finding in audit.findings) else 0
+
+
+def _load(option: str, name: str, revision: str | None, args: argparse.Namespace) -> Any:
+    from ...analysis.trace_scores import load_model
+
+    return load_model(option, name, dtype=args.dtype, device=args.device, revision=revision)
+
+
+def _named(name: str | None, revision: str | None) -> str | None:
+    return name if name is None or revision is None else f"{name} at {revision}"
+
+
+def _eos_token_ids(model: Any) -> list[int]:
+    found = model.generation_config.eos_token_id
+    return [] if found is None else [found] if isinstance(found, int) else list(found)
+
+
+def _texts(name: str, revision: str | None) -> Callable[[int], str]:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(name, revision=revision or "main")
+    except (OSError, ValueError) as error:
+        print(f"--model {name} has no tokenizer, so the page shows ids: {str(error).splitlines()[0]}", file=sys.stderr)
+        return lambda token_id: f"#{token_id}"
+    # Padded rows of the head have no text.
+    return lambda token_id: tokenizer.decode([token_id]) if token_id < len(tokenizer) else f"#{token_id}"

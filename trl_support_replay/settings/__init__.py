@@ -1,0 +1,1 @@
+"""What a user sets, what it does to sampling, and what is refused."""

@@ -1,0 +1,1 @@
+"""The bytes that the trainer's side and the server exchange."""
