@@ -1,5 +1,7 @@
 """The layout of a batch: made once for all passes that score it, and never that of other samples."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -71,6 +73,28 @@ def test_other_samples_in_the_same_list_get_another_layout():
     assert second.positions.sampled_ids.tolist() == [8, 9, 6, 7]
     assert batch.layout(1, (1, 3), 2, CPU).positions.sampled_ids.tolist() == [6, 7]
     assert batch.layout(0, (2, 5), 3, CPU).positions.states.tolist() == [1, 2, 6, 7]
+
+
+def test_a_sample_that_took_the_place_of_another_gets_its_own_layout():
+    batch = SampleBatch.of([trace([5], [6, 7])])
+    for token in range(300):
+        batch.clear()
+        batch.append(trace([5], [6, token]))  # soon at an address where an earlier one was
+        assert batch.layout(0, (1, 3), 2, CPU).positions.sampled_ids.tolist() == [6, token]
+
+
+def test_a_changed_mask_gets_another_layout():
+    batch = SampleBatch.of([trace([5], [6, 7])])
+    batch.layout(0, (1, 3), 2, CPU)
+    batch[0].loss_mask[0] = False
+    assert batch.layout(0, (1, 3), 2, CPU).positions.sampled_ids.tolist() == [7]
+
+
+def test_a_batch_may_be_made_as_any_list():
+    batch = SampleBatch.of([trace([5], [6, 7])])
+    batch.layout(0, (1, 3), 2, CPU)
+    for other in (type(batch)(sample for sample in batch), copy.copy(batch), copy.deepcopy(batch)):
+        assert other.layout(0, (1, 3), 2, CPU).positions.sampled_ids.tolist() == [6, 7]
 
 
 def test_large_layouts_are_not_kept(monkeypatch):

@@ -186,7 +186,16 @@ def supports_of(output, trainer):
     return output
 
 
-@pytest.mark.parametrize("edit", [lambda output: output, supports_of], ids=["traced log-probs", "support_ids"])
+def arrays_of_numbers(output, trainer):
+    output = supports_of(output, trainer)
+    return output | {"logprobs": [np.array(values) for values in output["logprobs"]]}
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [lambda output: output, supports_of, arrays_of_numbers],
+    ids=["traced log-probs", "support_ids", "arrays"],
+)
 def test_custom_rollout(build, tiny_model_path, edit):
     trainer = build(tiny_model_path, **HF | {"max_completion_length": 8}, rollout_func=rollout(edit))
     batches = spy_batches(trainer)
@@ -257,6 +266,24 @@ def nan_for_a_sampled_token(output, trainer):
     return output
 
 
+def nested_logprobs(output, trainer):
+    output = supports_of(output, trainer)
+    output["logprobs"][1] = [[value] for value in output["logprobs"][1]]
+    return output
+
+
+def no_row_for_a_token(output, trainer):
+    output = supports_of(output, trainer)
+    output["support_ids"][1][0] = None
+    return output
+
+
+def without_a_prompt(output, trainer):
+    output = supports_of(output, trainer)
+    output["prompt_ids"] = [*output["prompt_ids"][:3], []]
+    return output
+
+
 def short(output, trainer):
     output = supports_of(output, trainer)
     output["support_ids"][1].pop()
@@ -275,6 +302,9 @@ def on_observation(output, trainer):
     [
         (forget, "completion 0 came back without supports, which top_p=0.9 asks for.*'support_ids'"),
         (retokenize, "was sampled as id .* and came back as .*re-tokenising"),
+        (nested_logprobs, "completion 1 has log-probs that are not one number per token: "),
+        (no_row_for_a_token, "completion 1: 'support_ids' needs one list of integer ids per token, not .*NoneType"),
+        (without_a_prompt, "completion 3 has no prompt"),
         (short, "completion 1 has .* tokens and .* rows under 'support_ids'"),
         (on_observation, "is an observation, but its row is not empty"),
         (none, "^rollout_func returned 'logprobs': None. .* has to return them.*'support_ids'"),
@@ -287,6 +317,9 @@ def on_observation(output, trainer):
     ids=[
         "forgotten",
         "retokenised",
+        "lists as log-probs",
+        "no row for a token",
+        "no prompt",
         "a row short",
         "row on an observation",
         "no log-probs",

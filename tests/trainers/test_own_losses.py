@@ -105,6 +105,31 @@ def test_a_loss_may_take_its_batch_in_parts(build, tiny_model_path):
     assert losses[InHalves] == pytest.approx(losses[SupportReplayGRPOTrainer], rel=1e-4)
 
 
+def shuffled(names, order=(2, 0, 3, 1)):
+    class Shuffled(SupportReplayGRPOTrainer):
+        def _prepare_inputs(self, generation_batch):
+            inputs = super()._prepare_inputs(generation_batch)
+            for name, value in list(inputs.items()):
+                if isinstance(value, list) or (name in names and isinstance(value, torch.Tensor) and value.dim()):
+                    inputs[name] = [value[i] for i in order] if isinstance(value, list) else value[list(order)]
+            return inputs
+
+    return Shuffled
+
+
+def test_a_batch_may_be_reordered_in_place_with_its_samples(build, tiny_model_path):
+    norms = []
+    names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages", "sampling_per_token_logps")
+    for trainer_cls in (SupportReplayGRPOTrainer, shuffled(names)):
+        trainer = build(tiny_model_path, trainer_cls, **HF, max_steps=1)
+        trainer.train()
+        assert trainer.state.log_history[0]["support/logprob_gap_max"] < 1e-4
+        norms.append(trainer.state.log_history[0]["grad_norm"])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+    with pytest.raises(RuntimeError, match="reorders or cuts a batch has to do the same to its support_samples"):
+        build(tiny_model_path, shuffled(()), **HF, max_steps=1).train()
+
+
 def test_full_kl_is_complete_only_after_scoring(build, tiny_model_path):
     class ReadsTooEarly(SupportReplayGRPOTrainer):
         def _compute_loss(self, model, inputs):

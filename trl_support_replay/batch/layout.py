@@ -6,7 +6,7 @@ right. The token in column `c` is predicted by the hidden state of column `c - 1
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -99,22 +99,22 @@ class SampleBatch(list[Trace]):
     reference policy, the losses of all iterations, and checks.
     """
 
-    _layouts: dict[tuple, BatchLayout]
+    def __init__(self, samples: Iterable[Trace] = ()):
+        super().__init__(samples)
+        self._layouts: dict[tuple, BatchLayout] = {}
 
     @classmethod
     def of(cls, samples: Sequence[Trace]) -> SampleBatch:
         """`samples` themselves if they are a batch; else a new one, such as for what TRL has shuffled or split."""
-        if isinstance(samples, SampleBatch):
-            return samples
-        batch = cls(samples)
-        batch._layouts = {}
-        return batch
+        return samples if isinstance(samples, SampleBatch) else cls(samples)
 
     def layout(self, start: int, shape: tuple[int, int], completion_length: int, device: torch.device) -> BatchLayout:
         """The layout of a call with `shape[0]` of the samples, from sample `start` on; see `BatchLayout.build`."""
         samples = self[start : start + shape[0]]
-        # Whoever puts other samples into the list gets another layout.
-        key = (tuple(map(id, samples)), shape, completion_length, device)
+        # Whoever puts other samples into the list, or changes what they mask, gets another layout. The samples are
+        # compared by identity, and kept: the id of one that is gone may be that of the next.
+        masks = tuple(sample.loss_mask.tobytes() for sample in samples)
+        key = (*samples, masks, shape, completion_length, device)
         if key in self._layouts:
             return self._layouts[key]
         made = BatchLayout.build(samples, shape, completion_length, device)

@@ -116,7 +116,9 @@ def _score(model: PreTrainedModel, replay: ReplayBatch, kwargs: dict[str, Any]) 
         )
     targets = input_ids.flatten()[positions.states + 1]
     torch._assert_async(
-        (targets == positions.sampled_ids).all(), "the supports belong to other tokens than the batch's"
+        (targets == positions.sampled_ids).all(),
+        "The supports belong to other tokens than the batch's: whoever reorders or cuts a batch has to do the same to "
+        "its support_samples.",
     )
     # The scorer chooses its own precision; under autocast its products would fall back to half.
     with torch.autocast(hidden.device.type, enabled=False):

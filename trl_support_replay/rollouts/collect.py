@@ -83,6 +83,8 @@ def collect_samples(
             raise SupportError(f"{name!r} holds {len(of_rollout)} completions, but there are {len(completion_ids)}.")
     for b, ids in enumerate(completion_ids):
         where = f"completion {b}"
+        if not len(prompt_ids[b]):
+            raise SupportError(f"{where} has no prompt (prompt_ids is empty), so nothing predicts its first token.")
         token_ids = np.asarray(ids, dtype=np.int64)
         mask = np.ones(len(ids), bool) if tool_mask is None else np.asarray(tool_mask[b], bool)
         for name, other in (("log-probs", logprobs[b]), ("entries in its mask", mask)):
@@ -95,14 +97,14 @@ def collect_samples(
             _check_same_tokens(token_ids[traced], sampled_there[indices[traced]], np.flatnonzero(traced), where)
             rows = table.take(indices)
         else:
-            rows = given[b] if isinstance(given[b], SupportRows) else SupportRows.from_ragged(given[b])
+            rows = _given_rows(given[b], where)
             if len(rows) != len(ids):
                 raise SupportError(f"{where} has {len(ids)} tokens and {len(rows)} rows under {ROLLOUT_KEY!r}.")
             if (rows.sizes[~mask] > 0).any():
                 token = int(np.flatnonzero(~mask & (rows.sizes > 0))[0])
                 raise SupportError(f"{where}: token {token} is an observation, but its row is not empty.")
         _check_rows(rows, token_ids, vocab_size, where)
-        values = [float("nan") if x is None else x for x in logprobs[b]]
+        values = _numbers(logprobs[b], where)
         unknown = np.flatnonzero((rows.sizes > 0) & ~np.isfinite(values))
         if len(unknown):
             value = logprobs[b][unknown[0]]
@@ -145,10 +147,26 @@ def collect_samples(
 
 
 def _check_logprobs_given(logprobs: Sequence[Sequence[float | None] | None] | None) -> None:
-    lacking = [b for b, values in enumerate(logprobs or []) if values is None]
+    lacking = [] if logprobs is None else [b for b, values in enumerate(logprobs) if values is None]
     if logprobs is None or lacking:
         where = f" for completion {lacking[0]}" if lacking else ""
         raise SupportError(f"rollout_func returned 'logprobs': None{where}. {_WHAT_TO_RETURN}")
+
+
+def _numbers(logprobs: Sequence[float | None], where: str) -> list[float]:
+    try:
+        return [float("nan") if x is None else float(x) for x in logprobs]
+    except (TypeError, ValueError):
+        raise SupportError(f"{where} has log-probs that are not one number per token: {logprobs!r:.80}.") from None
+
+
+def _given_rows(rows: Any, where: str) -> SupportRows:
+    try:
+        return rows if isinstance(rows, SupportRows) else SupportRows.from_ragged(rows)
+    except (TypeError, SupportError) as error:
+        raise SupportError(
+            f"{where}: {ROLLOUT_KEY!r} needs one list of integer ids per token, not {rows!r:.80} ({error})."
+        ) from error
 
 
 def _check_same_tokens(token_ids: np.ndarray, sampled: np.ndarray, positions: np.ndarray, where: str) -> None:

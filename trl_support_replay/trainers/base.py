@@ -215,9 +215,10 @@ class ReplayTrainer(RecordedGeneration, GapChecks, PublishesTraces, _TRLTrainer)
 
     def _compute_loss(self, model, inputs):
         whole = self._pass
-        if SAMPLES not in inputs or (whole is not None and inputs is whole.inputs):
+        whole_batch = whole is not None and inputs is whole.inputs and inputs.get(SAMPLES) is whole.samples
+        if SAMPLES not in inputs or whole_batch:
             return super()._compute_loss(model, inputs)
-        # A part of the batch, or a changed copy of it, with the samples that it carries itself.
+        # A part of the batch, or a changed one, with the samples that it carries itself.
         if whole is not None and isinstance(whole.inputs, LossInputs):
             whole.inputs.check_part(inputs)
         with self._opened(self._loss_pass(inputs)) as part:
