@@ -17,7 +17,7 @@ from ..scoring.plan import to_device
 from ..traces.columns import Trace
 from ..traces.support import SupportRows
 
-_KEPT_PAIRS = 2**21
+_KEPT_PAIRS = 2**20
 """Layouts of more (token, candidate) pairs are made anew in each pass: a plan takes some 50 bytes per pair."""
 
 
