@@ -60,10 +60,10 @@ def test_a_logging_step_of_several_batches(build, tiny_model_path):
         samples.extend(collected.samples)
         kept(collected)
 
-    def check_and_note(replayed, batch):
+    def check_and_note(replayed, batch, *rest):
         mask = np.array([[i < len(s.supports) for i in range(replayed.shape[1])] for s in batch["support_samples"]])
         gaps.extend(abs(replayed - batch["sampling_per_token_logps"]).double().numpy()[mask])
-        check(replayed, batch)
+        check(replayed, batch, *rest)
 
     def log_and_note(metrics):
         if "support/entropy" in metrics:
