@@ -3,7 +3,8 @@
 #
 #   scripts/build_venv.sh PYTHON FOLDER
 #
-# The stamp, written last, holds a hash of the pins and the Python version. A folder without one was left unfinished.
+# The stamp, written last, holds a hash of the pins and of the installed commands, and the Python version. A folder
+# without one was left unfinished.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$1
@@ -21,12 +22,15 @@ case $version in
   *) fail "'$python' is Python $version, and the pins in requirements/ are for 3.11. Name one: make PYTHON=python3.11 ..." ;;
 esac
 
-stamp="$(grep -hv "^#" requirements/torch.txt requirements/cpu.txt | sha256sum | cut -c -64) python $version"
+stamp="$({
+  grep -hv "^#" requirements/torch.txt requirements/cpu.txt
+  sed -n '/^\[project.scripts\]/,/^$/p' pyproject.toml
+} | sha256sum | cut -c -64) python $version"
 if [ -f "$venv/pins.stamp" ]; then
   if [ "$(cat "$venv/pins.stamp")" = "$stamp" ] && [ -x "$venv/bin/python" ]; then
     exit 0
   fi
-  echo "==> The pins or the Python changed: building $venv anew"
+  echo "==> The pins, the commands or the Python changed: building $venv anew"
 elif [ -e "$venv" ]; then
   echo "==> $venv was left unfinished: building it anew"
 fi
