@@ -58,7 +58,7 @@ def test_supports_are_planned_once_for_all_passes(build, tiny_model_path, monkey
     trainer.train()
     # TRL shuffles completions in between, so the losses score other micro-batches than the passes before.
     assert len(made) == 2 + 2
-    assert len(copies) == 3 * len(made)  # positions, the plan, and its tiles of the vocabulary for the KL penalty
+    assert len(copies) == 3 * len(made)  # positions, the union of ids that a sharded head is asked for, the plan
 
 
 def test_other_samples_in_the_same_list_get_another_layout():
