@@ -100,24 +100,30 @@ def make_plan(
             f"Supports cannot be scored on {device.type!r}: the products and sums that this takes run on "
             f"{' and '.join(BLOCK_ROWS)} devices. Put the model on one of them, for example by use_cpu=True."
         )
-    sizes = np.diff(offsets)
+    sizes, local_ids = np.diff(offsets), ids.astype(np.int64)
     # Rows of like size share a block, so that one wide row does not widen the product for many narrow ones.
     rows = np.flatnonzero(sizes > 1)
     rows = rows[np.argsort(sizes[rows], kind="stable")]
     place = np.full(len(sizes), -1, dtype=np.int64)
     place[rows] = np.arange(len(rows))
-    tokens, local_ids = np.repeat(np.arange(len(sizes)), sizes), ids.astype(np.int64) - start
+    owned, lone_rows = sizes, np.flatnonzero(sizes == 1)
+    lone_ids = local_ids[offsets[lone_rows]] - start
+    places = np.repeat(place, sizes)
+    local_ids -= start
     inside = (local_ids >= 0) & (local_ids < stop - start)
     if not inside.all():
-        tokens, local_ids = tokens[inside], local_ids[inside]
-    lone = np.flatnonzero(sizes[tokens] == 1)
+        owned = np.bincount(np.repeat(np.arange(len(sizes)), sizes)[inside], minlength=len(sizes))
+        places, local_ids = places[inside], local_ids[inside]
+        lone_here = (lone_ids >= 0) & (lone_ids < stop - start)
+        lone_rows, lone_ids = lone_rows[lone_here], lone_ids[lone_here]
     # One number for each pair, so that one sort of integers brings them into order. Places of single ones are -1.
     bits = max(stop - start - 1, 1).bit_length()
-    keys = np.sort((place[tokens] << bits) | local_ids)[len(lone) :]
-    pair_rows, pair_ids = keys >> bits, keys & ((1 << bits) - 1)
-    pair_tokens = rows[pair_rows]
-    _check_unique(keys, pair_tokens, pair_ids + start)
-    row_offsets = np.append(0, np.bincount(pair_rows, minlength=len(rows)).cumsum())
+    keys = np.sort((places << bits) | local_ids)[len(lone_rows) :]
+    pair_ids = keys & ((1 << bits) - 1)
+    row_sizes = owned[rows]
+    row_offsets = np.append(0, row_sizes.cumsum())
+    pair_rows, pair_tokens = np.repeat(np.arange(len(rows)), row_sizes), np.repeat(rows, row_sizes)
+    _check_unique(keys, pair_tokens, pair_ids, start)
     union, places = _distinct(pair_ids, stop - start)
     plan = CandidatePlan(
         rows=_tensor(rows),
@@ -126,9 +132,9 @@ def make_plan(
         row_offsets=_tensor(row_offsets),
         empty_rows=_tensor(np.flatnonzero(sizes == 0)),
         sizes=_tensor(sizes),
-        owned=_tensor(np.bincount(tokens, minlength=len(sizes))),
-        lone_rows=_tensor(tokens[lone]),
-        lone_ids=_tensor(local_ids[lone]),
+        owned=_tensor(owned),
+        lone_rows=_tensor(lone_rows),
+        lone_ids=_tensor(lone_ids),
         union=_tensor(union),
         blocks=tuple(_make_blocks(rows, row_offsets, pair_rows, pair_ids, places, union, kernel, device)),
         num_ids=stop - start,
@@ -146,17 +152,25 @@ def _distinct(ids: np.ndarray, num_ids: int) -> tuple[np.ndarray, np.ndarray]:
     return np.flatnonzero(seen), place[ids]
 
 
-def _order(keys: np.ndarray, num_keys: int) -> np.ndarray:
-    """As `np.argsort(keys, kind="stable")` of int64 `keys` below `num_keys`, by the much faster sort of integers."""
-    bits = len(keys).bit_length()
-    if num_keys.bit_length() + bits > 62:
-        return np.argsort(keys, kind="stable")
-    return np.sort((keys << bits) | np.arange(len(keys))) & ((1 << bits) - 1)
+def _in_order(keys: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
+    """int64 `keys` of `bits` bits sorted, and the place that each had before; equal keys keep their order.
+
+    Key and place are sorted as one integer where they fit into one: that is much faster than `np.argsort`.
+    """
+    place_bits = len(keys).bit_length()
+    if bits + place_bits > 62:
+        order = np.argsort(keys, kind="stable")
+        return keys[order], order
+    both = (keys << place_bits) | np.arange(len(keys))
+    both.sort()
+    return both >> place_bits, both & ((1 << place_bits) - 1)
 
 
 def _firsts(ordered: np.ndarray) -> np.ndarray:
-    """Bool, where each number of a sorted array occurs first. All are at least 0."""
-    return np.diff(ordered, prepend=-1) != 0
+    """Bool, where each number of a sorted array occurs first."""
+    first = np.ones(len(ordered), dtype=bool)
+    np.not_equal(ordered[1:], ordered[:-1], out=first[1:])
+    return first
 
 
 def _make_blocks(
@@ -178,27 +192,27 @@ def _make_blocks(
     starts = np.arange(0, len(rows), step)
     stops = np.minimum(starts + step, len(rows))
     # Distinct columns of each block, and the column of each pair in its own block, for all blocks at once.
-    block = pair_rows // step
-    keys = block * len(union) + places
-    order = _order(keys, len(starts) * len(union))
-    ordered = keys[order]
-    first_of = _firsts(ordered)
-    columns = ordered[first_of] % max(len(union), 1)
-    num_columns = np.bincount(block[order][first_of], minlength=len(starts))
-    column_offsets = np.append(0, num_columns.cumsum())
-    column = np.empty_like(keys)
-    column[order] = first_of.cumsum() - 1
-    column -= column_offsets[block]
-    cells = (pair_rows - block * step) * num_columns[block] + column
     pair_offsets = row_offsets[np.append(starts, len(rows))]
-    cheaper = np.diff(pair_offsets) > num_columns * ((stops - starts) * CELL_COST + GATHER_COST)
+    pairs_of = np.diff(pair_offsets)
+    bits = len(union).bit_length()
+    block_bits = np.arange(len(starts)) << bits
+    ordered, order = _in_order(np.repeat(block_bits, pairs_of) | places, bits + len(starts).bit_length())
+    first_of = _firsts(ordered)
+    firsts = ordered[first_of]
+    columns = firsts & ((1 << bits) - 1)
+    num_columns = np.bincount(firsts >> bits, minlength=len(starts))
+    column_offsets = np.append(0, num_columns.cumsum())
+    column = np.empty_like(order)
+    column[order] = first_of.cumsum() - 1
+    column -= np.repeat(column_offsets[:-1], pairs_of)
+    cheaper = pairs_of > num_columns * ((stops - starts) * CELL_COST + GATHER_COST)
     waiting = 0  # first row that no block covers yet
     for b in range(len(starts)) if kernel == "union" else np.flatnonzero(cheaper).tolist():
         if waiting < starts[b]:
             yield sparse(waiting, int(starts[b]))
         pairs = slice(*pair_offsets[b : b + 2].tolist())
         of_block = columns[slice(*column_offsets[b : b + 2].tolist())]
-        tiles = _tiles(of_block, union, pairs, column, cells)
+        tiles = _tiles(of_block, union, pairs, pair_rows[pairs] - starts[b], column[pairs])
         yield UnionBlock(_tensor(rows[starts[b] : stops[b]]), tuple(tiles))
         waiting = int(stops[b])
     if waiting < len(rows):
@@ -206,19 +220,26 @@ def _make_blocks(
 
 
 def _tiles(
-    columns: np.ndarray, union: np.ndarray, pairs: slice, column: np.ndarray, cells: np.ndarray
+    columns: np.ndarray, union: np.ndarray, pairs: slice, pair_rows: np.ndarray, column: np.ndarray
 ) -> Iterator[UnionTile]:
-    """One tile, if the block has no more than `TILE_COLUMNS` columns."""
+    """One tile, if the block has no more than `TILE_COLUMNS` columns.
+
+    Args:
+        columns: `[u]`, places in the union of the block's columns.
+        union: distinct ids of the plan.
+        pairs: the block's pairs, `p` long.
+        pair_rows, column: `[p]`, the row and the column of each pair in the block.
+    """
     if len(columns) <= TILE_COLUMNS:
         every = np.arange(pairs.start, pairs.stop)
-        yield UnionTile(_tensor(union[columns]), _tensor(columns), _tensor(every), _tensor(cells[pairs]))
+        cells = pair_rows * len(columns) + column
+        yield UnionTile(_tensor(union[columns]), _tensor(columns), _tensor(every), _tensor(cells))
         return
     for start in range(0, len(columns), TILE_COLUMNS):
         places = columns[start : start + TILE_COLUMNS]
-        inside = pairs.start + np.flatnonzero((column[pairs] >= start) & (column[pairs] < start + TILE_COLUMNS))
-        rows = cells[inside] // len(columns)
-        within = rows * len(places) + column[inside] - start
-        yield UnionTile(_tensor(union[places]), _tensor(places), _tensor(inside), _tensor(within))
+        inside = np.flatnonzero((column >= start) & (column < start + TILE_COLUMNS))
+        cells = pair_rows[inside] * len(places) + column[inside] - start
+        yield UnionTile(_tensor(union[places]), _tensor(places), _tensor(pairs.start + inside), _tensor(cells))
 
 
 def _sparse_block(
@@ -230,8 +251,7 @@ def _sparse_block(
     union: np.ndarray,
     kernel: str,
 ) -> Block:
-    by_id = _order(places, len(union))
-    in_order = places[by_id]
+    in_order, by_id = _in_order(places, len(union).bit_length())
     starts = np.flatnonzero(_firsts(in_order))
     columns, id_offsets = in_order[starts], np.append(starts, len(places))
     pairs = slice(int(offsets[0]), int(offsets[-1]))
@@ -257,11 +277,11 @@ def _sparse_block(
     )
 
 
-def _check_unique(keys: np.ndarray, rows: np.ndarray, ids: np.ndarray) -> None:
+def _check_unique(keys: np.ndarray, rows: np.ndarray, ids: np.ndarray, start: int) -> None:
     repeats = np.flatnonzero(keys[1:] == keys[:-1])
     if len(repeats):
         first = repeats[np.argmin(rows[repeats])]
-        raise ValueError(f"Support row {rows[first]} holds id {ids[first]} more than once.")
+        raise ValueError(f"Support row {rows[first]} holds id {ids[first] + start} more than once.")
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:
