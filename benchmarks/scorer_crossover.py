@@ -91,7 +91,7 @@ def main() -> None:
             support = SupportCSR.from_numpy(np.concatenate(ids), offsets)
             times[name] = seconds(hidden, weight, support, sampled, args.repeats)
             blocks = support.plan(0, args.vocab, "sparse").blocks
-        columns = sum(len(tile.ids) for b in blocks for tile in b.tiles)
+        columns = sum(len(part) for b in blocks for part in b.parts)
         rows.append(
             {
                 "hidden": args.hidden,

@@ -237,7 +237,7 @@ def test_singletons_among_others_get_exact_zeros(implementation):
 @pytest.mark.parametrize("implementation", ALL)
 def test_supports_of_many_sizes_span_all_blocks_and_tiles(implementation, outputs, monkeypatch):
     monkeypatch.setattr(plan, "BLOCK_ROWS", {"cpu": 5})
-    monkeypatch.setattr(plan, "TILE_COLUMNS", 7)
+    monkeypatch.setattr(plan, "PART_COLUMNS", 7)
     monkeypatch.setattr(blocks, "BUFFER_BYTES", 256)
     monkeypatch.setattr(tile_pairs, "TILE_TOKENS", 6)
     monkeypatch.setattr(tile_pairs, "TILE_VOCAB", 11)

@@ -58,7 +58,7 @@ def test_supports_are_planned_once_for_all_passes(build, tiny_model_path, monkey
     trainer.train()
     # TRL shuffles completions in between, so the losses score other micro-batches than the passes before.
     assert len(made) == 2 + 2
-    assert len(copies) == 3 * len(made)  # positions, the union of ids that a sharded head is asked for, the plan
+    assert len(copies) == 2 * len(made)  # positions, and the plan
 
 
 def test_other_samples_in_the_same_list_get_another_layout():
@@ -128,6 +128,6 @@ def test_a_plan_is_sent_by_one_copy(monkeypatch):
     )
     there = plan.to_device(made, "meta")
     assert len(sent) == 1
-    assert there.rows.device.type == "meta" and there.blocks[0].tiles[0].cells.device.type == "meta"
-    assert there.blocks[0].tiles[0].cells.shape == made.blocks[0].tiles[0].cells.shape
+    assert there.rows.device.type == "meta" and there.blocks[0].cells.device.type == "meta"
+    assert there.blocks[0].cells.shape == made.blocks[0].cells.shape
     assert np.array_equal(there.host_pair_ids, made.host_pair_ids)

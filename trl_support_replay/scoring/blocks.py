@@ -36,21 +36,8 @@ class Block(Protocol):
         """Add the gradient of the head rows to `out`, `[V, K]`, or `[U, K]` over the plan's union if `compact`."""
 
 
-@dataclass(frozen=True)
-class UnionTile:
-    """Some columns of a union product.
-
-    Attributes:
-        ids: `[u]` int64, their head rows.
-        places: `[u]` int64, the same in the plan's union.
-        pairs: `[p]` int64, pairs of the plan.
-        cells: `[p]` int64, each pair's place in the flattened `[n, u]` product, none twice.
-    """
-
-    ids: torch.Tensor
-    places: torch.Tensor
-    pairs: torch.Tensor
-    cells: torch.Tensor
+Columns = torch.Tensor | slice
+"""Head rows that are columns of a product: `[u]` int64 indices, or a run of rows, which is read in place."""
 
 
 @dataclass(frozen=True)
@@ -59,33 +46,45 @@ class UnionBlock:
 
     Attributes:
         tokens: `[n]` int64.
-        tiles: the distinct candidates.
+        parts: the `U` columns of the product, in parts: gathered head rows take much memory.
+        places: the same in the plan's union.
+        pairs: slice of the plan's pairs, `p` long, token after token.
+        cells: `[p]` int64, each pair's place in the flattened `[n, U]` product, none twice.
     """
 
     tokens: torch.Tensor
-    tiles: tuple[UnionTile, ...]
+    parts: tuple[Columns, ...]
+    places: tuple[Columns, ...]
+    pairs: slice
+    cells: torch.Tensor
 
     def dots(self, states: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
         states = states[self.tokens].to(out.dtype)
-        for tile in self.tiles:
-            product = states @ rows[tile.ids].to(out.dtype).T  # [n, u]
-            out[tile.pairs] = product.view(-1)[tile.cells]
+        products = [states @ rows[part].to(out.dtype).T for part in self.parts]
+        product = products[0] if len(products) == 1 else torch.cat(products, 1)  # [n, U]
+        out[self.pairs] = product.view(-1)[self.cells]
 
     def grad_states(self, grad: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
         total = out.new_zeros(len(self.tokens), rows.shape[1])
-        for tile in self.tiles:
-            total.addmm_(self._spread(grad, tile), rows[tile.ids].to(grad.dtype))
+        for part, cells in zip(self.parts, self._spread(grad), strict=True):
+            total.addmm_(cells, rows[part].to(grad.dtype))
         out[self.tokens] = total
 
     def grad_rows(self, grad: torch.Tensor, states: torch.Tensor, out: torch.Tensor, compact: bool) -> None:
         states = states[self.tokens].to(grad.dtype)
-        for tile in self.tiles:
-            out.index_add_(0, tile.places if compact else tile.ids, self._spread(grad, tile).T @ states)
+        parts = self.places if compact else self.parts
+        for part, cells in zip(parts, self._spread(grad), strict=True):
+            if isinstance(part, slice):
+                out[part].addmm_(cells.T, states)
+            else:
+                out.index_add_(0, part, cells.T @ states)
 
-    def _spread(self, grad: torch.Tensor, tile: UnionTile) -> torch.Tensor:
-        cells = grad.new_zeros(len(self.tokens), len(tile.ids))
-        cells.view(-1)[tile.cells] = grad[tile.pairs]
-        return cells
+    def _spread(self, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The pairs' gradients as the parts of the product, 0 elsewhere."""
+        widths = [x.stop - x.start if isinstance(x, slice) else len(x) for x in self.parts]
+        cells = grad.new_zeros(len(self.tokens), sum(widths))
+        cells.view(-1)[self.cells] = grad[self.pairs]
+        return cells.split(widths, 1)
 
 
 @dataclass(frozen=True)

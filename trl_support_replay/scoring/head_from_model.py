@@ -73,13 +73,14 @@ class ModelHead:
         innermost = base if lora is None else lora.layer
         return _in_call_of(self.module, innermost, function)(hidden)
 
-    def fetch_rows(self, ids: np.ndarray | None) -> LMHead | None:
-        """The rows `ids` of a sharded head as a head of their own, or `None` where it is to be read whole.
+    def fetch_rows(self, wanted: Callable[[], np.ndarray | None]) -> LMHead | None:
+        """Some rows of a sharded head as a head of their own, or `None` where it is to be read whole.
 
         Every rank of the sharding group calls this before `call`, with what it needs.
 
         Args:
-            ids: `[U]` sorted distinct candidates; `None` if this rank needs the whole head.
+            wanted: returns `[U]` sorted distinct candidates, or `None` if this rank needs the whole head. It is called
+                only if the head is sharded in a way that rows can be fetched from.
         """
         base, lora = _resolve(self.module)
         shards = row_shards(base, _held(base, "weight")) if lora is None else None
@@ -87,6 +88,7 @@ class ModelHead:
         bias_shards = None if bias is None else row_shards(base, bias)
         if shards is None or (bias is not None and bias_shards is None):
             return None
+        ids = wanted()
         weight = shards.fetch(ids)
         if weight is None:
             return None

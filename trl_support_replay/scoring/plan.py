@@ -14,16 +14,17 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from .blocks import Block, SparseBlock, UnionBlock, UnionTile
+from .blocks import Block, Columns, SparseBlock, UnionBlock
 from .tile_pairs import TilePairs
+from .wide_rows import RepeatedIdError, first_wide_row, wide_blocks
 
 Planned = TypeVar("Planned")
 
 # Tokens that share one union. A wide product wastes work on pairs that nobody asked for, a narrow one gathers rows more
 # often and has more overhead: that of launches on a GPU, so wider there.
 BLOCK_ROWS = {"cpu": 32, "cuda": 128}
-# A union product on more columns is made in tiles.
-TILE_COLUMNS = 8192
+# Head rows are gathered for no more columns of a union product at a time.
+PART_COLUMNS = 8192
 
 # What a union product costs, in units of one pair computed alone (a dot product that is bound by memory): per cell of
 # the product, and per gathered row. Measured on one core with AVX-512, float32; see benchmarks/scorer_crossover.py.
@@ -114,21 +115,43 @@ def make_plan(
     if not inside.all():
         owned = np.bincount(np.repeat(np.arange(len(sizes)), sizes)[inside], minlength=len(sizes))
         places, local_ids = places[inside], local_ids[inside]
+        offsets = np.append(0, owned.cumsum())
         lone_here = (lone_ids >= 0) & (lone_ids < stop - start)
         lone_rows, lone_ids = lone_rows[lone_here], lone_ids[lone_here]
-    # One number for each pair, so that one sort of integers brings them into order. Places of single ones are -1.
-    bits = max(stop - start - 1, 1).bit_length()
-    keys = np.sort((places << bits) | local_ids)[len(lone_rows) :]
-    pair_ids = keys & ((1 << bits) - 1)
     row_sizes = owned[rows]
     row_offsets = np.append(0, row_sizes.cumsum())
     pair_rows, pair_tokens = np.repeat(np.arange(len(rows)), row_sizes), np.repeat(rows, row_sizes)
-    _check_unique(keys, pair_tokens, pair_ids, start)
-    union, places = _distinct(pair_ids, stop - start)
+    step = BLOCK_ROWS[device.type]
+    first_wide = first_wide_row(row_offsets, stop - start, step)
+    wide = [local_ids[slice(*offsets[row : row + 2])] for row in rows[first_wide:].tolist()]
+    if wide:
+        narrow = places < first_wide
+        places, local_ids = places[narrow], local_ids[narrow]
+    # One number for each pair, so that one sort of integers brings them into order. Places of single ones are -1.
+    bits = max(stop - start - 1, 1).bit_length()
+    keys = np.sort((places << bits) | local_ids)[len(lone_rows) :]
+    narrow_ids = keys & ((1 << bits) - 1)
+    _check_unique(keys, pair_tokens, narrow_ids, start)
+    try:
+        of_wide = list(wide_blocks(wide, stop - start, step))
+    except RepeatedIdError as error:
+        raise _repeated(rows[first_wide + error.row], error.id + start) from None
+    used = np.zeros(stop - start, dtype=bool)
+    for columns in (narrow_ids, *(block.columns for block in of_wide)):
+        used[slice(None) if columns is None else columns] = True
+    union, place_of = np.flatnonzero(used), np.cumsum(used) - 1
+    pairs = np.concatenate([narrow_ids, *(block.ids for block in of_wide)]), pair_rows, row_offsets
+    blocks = list(_narrow_blocks(rows[:first_wide], *pairs, place_of[narrow_ids], union, kernel, step))
+    for first, block in zip(range(first_wide, len(rows), step), of_wide, strict=True):
+        last = min(first + step, len(rows))
+        parts = _whole(stop - start) if block.columns is None else _parts(block.columns)
+        places_of = parts if block.columns is None else _parts(place_of[block.columns])
+        run = slice(*row_offsets[[first, last]].tolist())
+        blocks.append(UnionBlock(_tensor(rows[first:last]), parts, places_of, run, _tensor(block.cells)))
     plan = CandidatePlan(
         rows=_tensor(rows),
         pair_rows=_tensor(pair_rows),
-        pair_ids=_tensor(pair_ids),
+        pair_ids=_tensor(pairs[0]),
         row_offsets=_tensor(row_offsets),
         empty_rows=_tensor(np.flatnonzero(sizes == 0)),
         sizes=_tensor(sizes),
@@ -136,20 +159,12 @@ def make_plan(
         lone_rows=_tensor(lone_rows),
         lone_ids=_tensor(lone_ids),
         union=_tensor(union),
-        blocks=tuple(_make_blocks(rows, row_offsets, pair_rows, pair_ids, places, union, kernel, device)),
+        blocks=tuple(blocks),
         num_ids=stop - start,
         pair_tokens=pair_tokens,
-        host_pair_ids=pair_ids,
+        host_pair_ids=pairs[0],
     )
     return to_device(plan, device)
-
-
-def _distinct(ids: np.ndarray, num_ids: int) -> tuple[np.ndarray, np.ndarray]:
-    """Sorted distinct ids below `num_ids`, and the place of each id among them."""
-    seen = np.zeros(num_ids, dtype=bool)
-    seen[ids] = True
-    place = np.cumsum(seen) - 1
-    return np.flatnonzero(seen), place[ids]
 
 
 def _in_order(keys: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
@@ -173,22 +188,29 @@ def _firsts(ordered: np.ndarray) -> np.ndarray:
     return first
 
 
-def _make_blocks(
+def _narrow_blocks(
     rows: np.ndarray,
-    row_offsets: np.ndarray,
-    pair_rows: np.ndarray,
     pair_ids: np.ndarray,
+    pair_rows: np.ndarray,
+    row_offsets: np.ndarray,
     places: np.ndarray,
     union: np.ndarray,
     kernel: str,
-    device: torch.device,
+    step: int,
 ) -> Iterator[Block]:
+    """Blocks of the first rows of a plan.
+
+    Args:
+        rows: their tokens.
+        pair_ids, pair_rows, row_offsets: of the whole plan.
+        places: `[p]`, places in the union of these rows' pairs.
+    """
+
     def sparse(first: int, last: int) -> Block:
         pairs = slice(int(row_offsets[first]), int(row_offsets[last]))
         of_rows = rows[first:last], row_offsets[first : last + 1], pair_rows[pairs] - first
         return _sparse_block(*of_rows, pair_ids[pairs], places[pairs], union, kernel)
 
-    step = BLOCK_ROWS[device.type]
     starts = np.arange(0, len(rows), step)
     stops = np.minimum(starts + step, len(rows))
     # Distinct columns of each block, and the column of each pair in its own block, for all blocks at once.
@@ -212,34 +234,20 @@ def _make_blocks(
             yield sparse(waiting, int(starts[b]))
         pairs = slice(*pair_offsets[b : b + 2].tolist())
         of_block = columns[slice(*column_offsets[b : b + 2].tolist())]
-        tiles = _tiles(of_block, union, pairs, pair_rows[pairs] - starts[b], column[pairs])
-        yield UnionBlock(_tensor(rows[starts[b] : stops[b]]), tuple(tiles))
+        cells = (pair_rows[pairs] - starts[b]) * len(of_block) + column[pairs]
+        tokens = _tensor(rows[starts[b] : stops[b]])
+        yield UnionBlock(tokens, _parts(union[of_block]), _parts(of_block), pairs, _tensor(cells))
         waiting = int(stops[b])
     if waiting < len(rows):
         yield sparse(waiting, len(rows))
 
 
-def _tiles(
-    columns: np.ndarray, union: np.ndarray, pairs: slice, pair_rows: np.ndarray, column: np.ndarray
-) -> Iterator[UnionTile]:
-    """One tile, if the block has no more than `TILE_COLUMNS` columns.
+def _parts(columns: np.ndarray) -> tuple[Columns, ...]:
+    return _tensor(columns).split(PART_COLUMNS)
 
-    Args:
-        columns: `[u]`, places in the union of the block's columns.
-        union: distinct ids of the plan.
-        pairs: the block's pairs, `p` long.
-        pair_rows, column: `[p]`, the row and the column of each pair in the block.
-    """
-    if len(columns) <= TILE_COLUMNS:
-        every = np.arange(pairs.start, pairs.stop)
-        cells = pair_rows * len(columns) + column
-        yield UnionTile(_tensor(union[columns]), _tensor(columns), _tensor(every), _tensor(cells))
-        return
-    for start in range(0, len(columns), TILE_COLUMNS):
-        places = columns[start : start + TILE_COLUMNS]
-        inside = np.flatnonzero((column >= start) & (column < start + TILE_COLUMNS))
-        cells = pair_rows[inside] * len(places) + column[inside] - start
-        yield UnionTile(_tensor(union[places]), _tensor(places), _tensor(pairs.start + inside), _tensor(cells))
+
+def _whole(num_ids: int) -> tuple[Columns, ...]:
+    return tuple(slice(first, min(first + PART_COLUMNS, num_ids)) for first in range(0, num_ids, PART_COLUMNS))
 
 
 def _sparse_block(
@@ -281,7 +289,11 @@ def _check_unique(keys: np.ndarray, rows: np.ndarray, ids: np.ndarray, start: in
     repeats = np.flatnonzero(keys[1:] == keys[:-1])
     if len(repeats):
         first = repeats[np.argmin(rows[repeats])]
-        raise ValueError(f"Support row {rows[first]} holds id {ids[first] + start} more than once.")
+        raise _repeated(rows[first], ids[first] + start)
+
+
+def _repeated(row: int, repeated: int) -> ValueError:
+    return ValueError(f"Support row {row} holds id {repeated} more than once.")
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:

@@ -75,23 +75,3 @@ class SegmentStatistics(torch.autograd.Function):
 def segment_sum(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Sums of `values[offsets[i]:offsets[i + 1]]`, without gradient."""
     return torch.segment_reduce(values, "sum", offsets=offsets, initial=0)
-
-
-class SegmentPick(torch.autograd.Function):
-    """Sum over each run of the logits that `mask` marks, `[R]`: the sampled token's logit, or 0.
-
-    Args of `apply`: `logits [P]`, `mask [P]` bool, `rows [P]`, `offsets [R + 1]`.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, mask: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.save_for_backward(mask, rows)
-        return segment_sum(torch.where(mask, logits, 0), offsets)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        mask, rows = ctx.saved_tensors
-        return torch.where(mask, grad[rows], 0), None, None, None

@@ -24,7 +24,7 @@ from .plan import CandidatePlan
 from .precision import compute_dtype, full_precision
 from .projection import LogitTransform, Projection
 from .reference import dense_projection, full_statistics
-from .row_statistics import RowStatistics, SegmentPick, SegmentStatistics
+from .row_statistics import RowStatistics, SegmentStatistics
 
 
 @dataclass
@@ -124,13 +124,11 @@ def _score_fetched(
     implementation: str,
 ) -> SupportScores | None:
     """Scores by the union's head rows alone, fetched from where they are; `None` where the head is to be whole."""
-    ids, union, rows = support.by_union
-    found = head.fetch_rows(None if support.num_empty else ids)
+    found = head.fetch_rows(lambda: None if support.num_empty else support.by_union[0])
     if found is None:
         return None
     device = found.weight.device
-    if device != support.device:
-        _, union, rows = support.to(device).by_union
+    ids, union, rows = support.to(device).by_union
     sampled = sampled_ids.to(device).long()
     place = torch.searchsorted(union, sampled).clamp(max=max(len(ids) - 1, 0))
     place = torch.where(union[place] == sampled, place, -1) if len(ids) else place
@@ -260,11 +258,11 @@ def _finish(
 
     `full` covers all tokens when a full-vocabulary output is asked for, else only those without recorded support.
     """
-    hits = plan.pair_ids == sampled[plan.rows[plan.pair_rows]]
     maximum, sum_exp, sum_zexp = SegmentStatistics.apply(pair_logits, plan.pair_rows, plan.row_offsets)
-    target = SegmentPick.apply(pair_logits, hits, plan.pair_rows, plan.row_offsets)
+    pairs, found = _sampled_pairs(sampled, plan)
+    target = torch.where(found, pair_logits[pairs], 0) if plan.num_pairs else torch.zeros_like(maximum)
     support = RowStatistics(maximum, sum_exp, sum_zexp, target)
-    counts = _local_counts(hits, sampled, plan).to(pair_logits.dtype)
+    counts = _local_counts(found, sampled, plan).to(pair_logits.dtype)
     (support, full), counts = _combine_shards([support, full], counts, group)
     _check_counts(counts, plan)
 
@@ -294,14 +292,28 @@ def _finish(
     return scores
 
 
-def _local_counts(hits: torch.Tensor, sampled: torch.Tensor, plan: CandidatePlan) -> torch.Tensor:
+def _sampled_pairs(sampled: torch.Tensor, plan: CandidatePlan) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[R]` int64 the pair of each row's sampled token, and `[R]` bool whether this shard has it in that row."""
+    drawn = sampled[plan.rows]
+    keys = plan.pair_rows * plan.num_ids + plan.pair_ids  # rising
+    wanted = torch.arange(len(plan.rows), device=keys.device) * plan.num_ids + drawn
+    if not plan.num_pairs:
+        return torch.zeros_like(wanted), torch.zeros_like(wanted, dtype=torch.bool)
+    pairs = torch.searchsorted(keys, wanted).clamp_(max=plan.num_pairs - 1)
+    return pairs, (keys[pairs] == wanted) & (drawn >= 0) & (drawn < plan.num_ids)
+
+
+def _local_counts(held: torch.Tensor, sampled: torch.Tensor, plan: CandidatePlan) -> torch.Tensor:
     """What this shard adds to the check of its supports, `[2, N]` int64.
 
     First how many of the candidates lie here, then how often the sampled id is among them (of a token without recorded
     support: among all ids).
+
+    Args:
+        held: `[R]` bool, whether this shard has the sampled token of a row.
     """
     found = torch.zeros_like(plan.owned)
-    found.index_add_(0, plan.rows[plan.pair_rows], hits.long())
+    found[plan.rows] = held.long()
     found[plan.lone_rows] = (plan.lone_ids == sampled[plan.lone_rows]).long()
     unrecorded = sampled[plan.empty_rows]
     found[plan.empty_rows] = ((unrecorded >= 0) & (unrecorded < plan.num_ids)).long()
