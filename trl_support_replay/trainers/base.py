@@ -106,6 +106,7 @@ class ReplayTrainer(RecordedGeneration, GapChecks, PublishesTraces, _TRLTrainer)
         self._saver: TraceSaver | None = None
         self._rewards: list[float] = []  # weighted sum for each completion of this process's latest generation batch
         self._generated_at = -1  # optimizer step of the buffered completions
+        self._unwrapped: tuple[Any, Any] | None = None  # the model, and its base model
         self._step_metrics = StepMetrics()
         growth = self.replays_support and args.support_growth
         self._growth = SupportGrowth(args.support_mass_floor) if growth else None
@@ -348,7 +349,7 @@ class ReplayTrainer(RecordedGeneration, GapChecks, PublishesTraces, _TRLTrainer)
     def _is_reference_pass(self, model: Any) -> bool:
         if self.ref_model is not None:
             return model is self.ref_model
-        if not is_peft_model(self.accelerator.unwrap_model(self.model)):
+        if not hasattr(self._base_model(), "peft_config"):  # no adapters
             return False
         from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -361,8 +362,11 @@ class ReplayTrainer(RecordedGeneration, GapChecks, PublishesTraces, _TRLTrainer)
         return any(parameter is first for parameter in model.parameters())
 
     def _base_model(self) -> PreTrainedModel:
-        model = self.accelerator.unwrap_model(self.model)
-        return model.get_base_model() if is_peft_model(model) else model
+        # Kept: accelerate looks for DeepSpeed among the installed packages at each call, which takes milliseconds.
+        if self._unwrapped is None or self._unwrapped[0] is not self.model:
+            model = self.accelerator.unwrap_model(self.model)
+            self._unwrapped = self.model, model.get_base_model() if is_peft_model(model) else model
+        return self._unwrapped[1]
 
 
 def _check_has_head(model: Any) -> None:
