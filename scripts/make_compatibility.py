@@ -41,7 +41,7 @@ class Matrix:
 
 
 _TRAINER, _SERVING, _ROUTING = "tests/trainers/", "tests/server/", "tests/routing/"
-_SHARDED, _MEGATRON = "tests/distributed/", "tests/megatron/"
+_SCORING, _MEGATRON = "tests/scoring/", "tests/megatron/"
 MATRICES = (
     Matrix(
         "Engines",
@@ -56,7 +56,7 @@ MATRICES = (
             "vLLM in the training process, processed log-probs": (
                 (f"{_TRAINER}test_replay.py::test_vllm_*",),
                 (f"{_TRAINER}test_multi_turn.py::test_tool_loop*", f"{_TRAINER}test_multi_turn.py::test_environment*"),
-                (f"{_TRAINER}test_routes_vllm.py::*", f"{_ROUTING}test_routing_vllm.py::*"),
+                (f"{_TRAINER}test_routes_vllm.py::*", f"{_ROUTING}test_vllm.py::*"),
             ),
             "vLLM's sampling mask (its output only: the engine needs a GPU)": (
                 ("tests/engine_outputs/test_vllm_outputs.py::test_sampling_mask*",),
@@ -85,32 +85,32 @@ MATRICES = (
         "two or more CPU processes",
         ("scoring", "training", "routed experts"),
         {
-            "DDP": ((), (f"{_SHARDED}test_trainer.py::test_ddp*",), ()),
+            "DDP": ((), (f"{_TRAINER}test_sharding.py::test_ddp*",), ()),
             "ZeRO-2": (
                 (),
-                (f"{_SHARDED}test_trainer.py::test_zero2*", f"{_SHARDED}test_accelerate_configs.py::*zero2*"),
+                (f"{_TRAINER}test_sharding.py::test_zero2*", "tests/recipes/test_accelerate.py::*zero2*"),
                 (),
             ),
             "ZeRO-3": (
-                (f"{_SHARDED}test_scorer_sharding.py::*zero3*",),
-                (f"{_SHARDED}test_trainer.py::test_zero3*",),
-                (f"{_ROUTING}test_routing_sharded.py::*zero3*",),
+                (f"{_SCORING}test_sharding.py::*zero3*",),
+                (f"{_TRAINER}test_sharding.py::test_zero3*",),
+                (f"{_ROUTING}test_sharding.py::*zero3*",),
             ),
             "FSDP2 (Accelerate has none on a CPU, so its parts by themselves)": (
-                (f"{_SHARDED}test_scorer_sharding.py::*fsdp2*",),
+                (f"{_SCORING}test_sharding.py::*fsdp2*",),
                 (),
-                (f"{_ROUTING}test_routing_sharded.py::*fsdp2*",),
+                (f"{_ROUTING}test_sharding.py::*fsdp2*",),
             ),
-            "FSDP1": ((f"{_SHARDED}test_scorer_sharding.py::*fsdp1*",), (), ()),
+            "FSDP1": ((f"{_SCORING}test_sharding.py::*fsdp1*",), (), ()),
             "tensor parallel": (
-                (f"{_SHARDED}test_scorer_tp.py::*", f"{_SHARDED}test_scorer_sharding.py::*-tp-*"),
-                (f"{_SHARDED}test_trainer.py::test_tensor_parallel*",),
+                (f"{_SCORING}test_tensor_parallel.py::*", f"{_SCORING}test_sharding.py::*-tp-*"),
+                (f"{_TRAINER}test_sharding.py::test_tensor_parallel*",),
                 (),
             ),
             "Megatron-Core": (
-                (f"{_MEGATRON}test_megatron_scorer.py::*",),
-                (f"{_MEGATRON}test_megatron_recipe.py::*",),
-                tuple(f"{_MEGATRON}test_megatron_{part}.py::*" for part in ("replay", "refusals", "parity")),
+                (f"{_MEGATRON}test_scorer.py::*",),
+                (f"{_MEGATRON}test_recipe.py::*",),
+                tuple(f"{_MEGATRON}test_{part}.py::*" for part in ("replay", "refusals", "parity")),
             ),
         },
     ),
@@ -125,9 +125,9 @@ MATRICES = (
             "audit": (("tests/analysis/test_causes.py::*", "tests/analysis/test_page.py::*"),),
             "evaluation, checkpoints, completions": ((f"{_TRAINER}test_lifecycle.py::*",),),
             "LoRA, with adapter reference": ((f"{_TRAINER}test_replay.py::*LoRA*",),),
-            "heads of the families of transformers": (("tests/scoring/test_head_from_model.py::*",),),
-            "families of mixtures of experts": ((f"{_ROUTING}test_routing_families.py::*",),),
-            "trackio, wandb, tensorboard": (("tests/tracking/test_trackers.py::*",),),
+            "heads of the families of transformers": ((f"{_SCORING}test_head_from_model.py::*",),),
+            "families of mixtures of experts": ((f"{_ROUTING}test_families.py::*",),),
+            "trackio, wandb, tensorboard": ((f"{_TRAINER}test_trackers.py::*",),),
             "Hub (a local server that speaks its protocol)": (("tests/hub/test_publish.py::*",),),
             "core dependencies alone": (("tests/packaging/test_distributions.py::*",),),
             "recipes, planned": (("tests/recipes/test_dry_run.py::*",),),

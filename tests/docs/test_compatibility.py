@@ -15,8 +15,8 @@ XML = """<testsuites><testsuite>
 <testcase classname="tests.trainers.test_replay" name="test_transformers_x[min_p]"/>
 <testcase classname="tests.trainers.test_replay" name="test_vllm_x"><failure message="no"/></testcase>
 <testcase classname="tests.trainers.test_replay" name="test_vllm_y"/>
-<testcase classname="tests.distributed.test_trainer" name="test_ddp[a]"><skipped/></testcase>
-<testcase classname="tests.distributed.test_trainer" name="test_zero3[a]"><error/></testcase>
+<testcase classname="tests.trainers.test_sharding" name="test_ddp[a]"><skipped/></testcase>
+<testcase classname="tests.trainers.test_sharding" name="test_zero3[a]"><error/></testcase>
 </testsuite></testsuites>"""
 ENVIRONMENT = EnvironmentReport(
     "0.1.0",
@@ -38,8 +38,8 @@ def test_cells_say_what_the_tests_did(results):
     found = read_results([results])
     assert cell(("tests/trainers/test_replay.py::test_transformers_*",), found) == "2 pass"
     assert cell(("tests/trainers/test_replay.py::test_vllm_*",), found) == "**1 of 2 fail**"
-    assert cell(("tests/distributed/test_trainer.py::test_ddp*",), found) == "not run"  # a skipped test proves nothing
-    assert cell(("tests/distributed/test_trainer.py::test_zero3*",), found) == "**1 of 1 fail**"
+    assert cell(("tests/trainers/test_sharding.py::test_ddp*",), found) == "not run"  # a skipped test proves nothing
+    assert cell(("tests/trainers/test_sharding.py::test_zero3*",), found) == "**1 of 1 fail**"
     assert cell(("tests/nothing.py::*",), found) == "not run" and cell((), found) == "-"
 
 

@@ -1,21 +1,17 @@
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from tests.megatron.on_cpu import megatron_on_cpu
 from tests.parts import module_that_needs, why_not
-
-sys.path.insert(0, str(Path(__file__).parent))  # also for the processes that tests start
-
-from megatron_on_cpu import megatron_on_cpu
 
 if not why_not("megatron-core"):
     # megatron-core compiles what it decorates when it is imported; here it must not.
     with megatron_on_cpu():
-        import parity  # noqa: F401
-        import tiny_gpt
+        import tests.megatron.parity  # noqa: F401
+        from tests.megatron import tiny_gpt
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:

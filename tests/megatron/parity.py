@@ -7,14 +7,14 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-import tiny_gpt
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.router import TopKRouter
-from tiny_gpt import PARALLEL_SIZES, TOP_K, WIDTH
 
+from tests.megatron import tiny_gpt
+from tests.megatron.tiny_gpt import PARALLEL_SIZES, TOP_K, WIDTH
 from trl_support_replay.megatron import MegatronRouterReplay, routers, schedule
 from trl_support_replay.megatron.local_routes import LocalRoutes, local_routes
 from trl_support_replay.megatron.routers import find_chunks

@@ -8,15 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-import recorded
-import tiny_gpt
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from tiny_gpt import PARALLEL_SIZES, VOCAB
 
+from tests.megatron import recorded, tiny_gpt
+from tests.megatron.tiny_gpt import PARALLEL_SIZES, VOCAB
 from trl_support_replay.megatron import (
     MegatronRouterReplay,
     MicroBatch,

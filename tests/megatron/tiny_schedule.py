@@ -3,13 +3,14 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import tiny_gpt
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
-from tiny_gpt import WIDTH
+
+from tests.megatron import tiny_gpt
+from tests.megatron.tiny_gpt import WIDTH
 
 BATCH = 2
 Step = Callable[..., Any]

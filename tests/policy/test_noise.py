@@ -230,7 +230,7 @@ def test_the_reference_model_is_silenced_too(build, tiny_model_path):
 def test_models_that_cannot_run_at_construction_are_silenced_before_the_first_generation(
     build, tiny_model_path, monkeypatch
 ):
-    """As for sharded models, which run when training has wrapped them (tests/distributed)."""
+    """As for sharded models, which run when training has wrapped them (tests/policy/test_sharded_model_probe.py)."""
     monkeypatch.setattr(ReplayedModels, "_can_run", lambda self: False)
     trainer = build(tiny_model_path, top_p=0.9, num_iterations=2, model_init_kwargs={"attention_dropout": 0.1})
     attention = trainer.model.model.layers[0].self_attn

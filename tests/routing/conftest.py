@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from moe_families import build
+
+from tests.routing.moe_families import build
 
 
 @pytest.fixture(scope="module", autouse=True)

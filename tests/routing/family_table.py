@@ -1,21 +1,21 @@
 """The table of families in the documentation, from tiny models that are built and checked one by one.
 
-python tests/routing/family_table.py > docs/routing_families.md
+python -m tests.routing.family_table > docs/routing_families.md
 """
 
 from __future__ import annotations
 
 import torch
 import transformers
-from moe_checks import check_family
-from moe_families import FAMILIES, REFUSED, build
 
+from tests.routing.moe_checks import check_family
+from tests.routing.moe_families import FAMILIES, REFUSED, build
 from trl_support_replay.routing import RouterReplay, UnreplayableRouterError
 
 _HEAD = """# Families of mixture-of-experts models
 
 Every line was written by a check that builds a tiny model of the family with transformers {version} and trains it for
-single steps on a CPU (`python tests/routing/family_table.py`; its parts are tests).
+single steps on a CPU (`python -m tests.routing.family_table`; its parts are tests).
 
 - *Exact*: with the model's own routes recorded and replayed, logits and all gradients are equal bit for bit, in float32
   and in bfloat16. With other routes, both change, and the router's weights still get a gradient.

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 
 import torch
-from moe_families import VOCABULARY, build
 
+from tests.routing.moe_families import VOCABULARY, build
 from trl_support_replay.routing import RouteBatch, RouterReplay
 
 BATCH, WIDTH = 2, 10

@@ -1,6 +1,6 @@
 """Three training steps through forced routes, sharded over two processes or in one.
 
-torchrun --standalone --nproc-per-node 2 sharded_training.py {fsdp2,zero3} {none,reentrant,non_reentrant} weights.pt
+torchrun --nproc-per-node 2 -m tests.routing.sharded_training {fsdp2,zero3} {none,reentrant,non_reentrant} weights.pt
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import sys
 
 import torch
 import torch.distributed as dist
-from moe_checks import loss_of, tokens
-from moe_families import NUM_EXPERTS, TOP_K, build
 
+from tests.routing.moe_checks import loss_of, tokens
+from tests.routing.moe_families import NUM_EXPERTS, TOP_K, build
 from trl_support_replay.routing import RouteBatch, RouterReplay
 
 STEPS, PER_RANK, WIDTH, RANKS = 3, 2, 10, 2

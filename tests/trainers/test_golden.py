@@ -19,8 +19,8 @@ import pytest
 import torch
 from datasets import Dataset
 
-from tests.distributed.trainer_worker import reward, rollout
 from tests.trainers.conftest import save_tiny_model
+from tests.trainers.sharding_worker import reward, rollout
 from trl_support_replay import (
     SupportReplayGRPOConfig,
     SupportReplayGRPOTrainer,
