@@ -6,18 +6,22 @@ Exits with 1 when a trace breaks an invariant, naming file, row and token.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from ._arguments import command_parser, positive
+from ._arguments import option, positive, read_options
+
+
+@dataclass(kw_only=True)
+class Options:
+    traces: str = option("folder of shards, Parquet file, or dataset saved to disk", main=True)
+    problems: int = option("how many problems to list", 5, positive)
 
 
 def main(argv: Sequence[str]) -> int:
     """Print what the traces hold; 1 when something is wrong with them."""
-    parser = command_parser("inspect", __doc__, "trl-support-replay inspect --traces runs/traces")
-    parser.add_argument("--traces", required=True, help="folder of shards, Parquet file, or dataset saved to disk")
-    parser.add_argument("--problems", type=positive, default=5, help="how many problems to list (default: %(default)s)")
-    args = parser.parse_args(argv)
+    args = read_options(Options, argv, "inspect", __doc__, "trl-support-replay inspect runs/traces")
 
     from rich.console import Console
     from rich.table import Table

@@ -9,13 +9,14 @@ and goes on where it was stopped.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ...errors import CommandError
-from ._arguments import add_scoring_options, command_parser
+from ._arguments import ScoringOptions, option, read_options
 
 _OF_MODEL = {
     "replayed_logprobs": "logprobs",
@@ -28,19 +29,17 @@ _ROUNDING = 1e-3  # nats
 _STEPS_LISTED = 6
 
 
+@dataclass(kw_only=True)
+class Options(ScoringOptions):
+    model: str = option("model to score with: a folder or a Hub name")
+    reference: str | None = option("second model, for reference_logprobs over the same supports", None)
+    output: str = option("folder for the scored shards")
+
+
 def main(argv: Sequence[str]) -> int:
     """Write a scored shard for each shard, and report how far the scores are from the recorded ones."""
-    parser = command_parser(
-        "score",
-        __doc__,
-        "trl-support-replay score --traces runs/traces --model Qwen/Qwen3-0.6B --output runs/scored",
-    )
-    parser.add_argument("--traces", required=True, help="folder of shards, Parquet file, or dataset saved to disk")
-    parser.add_argument("--model", required=True, help="model to score with: a folder or a Hub name")
-    parser.add_argument("--reference", help="second model, for reference_logprobs over the same supports")
-    parser.add_argument("--output", required=True, help="folder for the scored shards")
-    add_scoring_options(parser)
-    args = parser.parse_args(argv)
+    example = "trl-support-replay score runs/traces --model Qwen/Qwen3-0.6B --output runs/scored"
+    args = read_options(Options, argv, "score", __doc__, example)
 
     import pyarrow as pa
     from rich.progress import Progress
