@@ -52,9 +52,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _plan(argv: Sequence[str], accelerate_options: Sequence[str]) -> int:
     with input_errors(_WHERE):
-        from ..planning import make_plan, show_plan
+        from ..planning import make_plan
 
-        show_plan(make_plan(argv, accelerate_options))
+        make_plan(argv, accelerate_options).show()
     return 0
 
 
