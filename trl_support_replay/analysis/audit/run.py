@@ -86,6 +86,7 @@ def audit_traces(
             parts=parts,
             temperature=source.temperature,
             steps=source.steps[tokens.trace],
+            step_name=source.step_name,
             scorer=scorer,
             tolerance=tolerance,
             has_routes=has_routes,
