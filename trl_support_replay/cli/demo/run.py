@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 from ...libraries.environment import check_supported, report
 from ...settings.preflight import check_output_dir
 from .model import fetch_smollm2
-from .report import plot, print_table, write_summary
+from .report import GAP, RATIO, plot, print_table, write_summary
 from .settings import SETTINGS
 
 _TITLES = {"replay": "with support replay", "stock": "stock TRL"}
@@ -82,28 +83,22 @@ def run_demo(steps: int = 20, output: str | os.PathLike[str] = "runs/demo", mode
 def _train(variant: str, model: Path, steps: int, folder: Path, rows: list[dict[str, Any]]) -> None:
     command = [sys.executable, "-m", "trl_support_replay.cli.demo.variant", variant, "--model", str(model)]
     command += ["--steps", str(steps), "--output", str(folder / variant)]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "PYTHONUNBUFFERED": "1"}
-    log = folder / f"{variant}.log"
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    log, metrics = folder / f"{variant}.log", folder / variant / "metrics.jsonl"
+    metrics.unlink(missing_ok=True)
     with open(log, "w") as file, _progress(_TITLES[variant], steps) as show:
         # A session of its own: Ctrl-C reaches this process alone, which then stops the variant and reports.
         process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=file,
-            text=True,
-            errors="replace",
-            env=environment,
-            start_new_session=True,
+            command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
-        assert process.stdout is not None
         try:
-            for line in process.stdout:
-                if line.startswith("@step "):
-                    rows.append(json.loads(line.removeprefix("@step ")))
-                    show(rows[-1])
-                else:
-                    file.write(line)
-            code = process.wait()
+            code = None
+            while code is None:
+                code = process.poll()  # before the last look at what was logged
+                for row in _logged(metrics)[len(rows) :]:
+                    rows.append(row)
+                    show(row)
+                time.sleep(0.2)
         finally:
             # Also the engine's own processes, and also when the variant has ended.
             with contextlib.suppress(ProcessLookupError):
@@ -114,6 +109,13 @@ def _train(variant: str, model: Path, steps: int, folder: Path, rows: list[dict[
         raise DemoError(f"The variant '{variant}' failed with exit status {code}; the end of {log}:\n{tail}")
 
 
+def _logged(metrics: Path) -> list[dict[str, Any]]:
+    """What each step has logged so far; a line that is being written is left for the next look."""
+    lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [row for row in rows if "reward" in row]
+
+
 @contextlib.contextmanager
 def _progress(title: str, steps: int) -> Iterator[Callable[[dict[str, Any]], None]]:
     """A bar on a terminal, else a line a step; yields what is to be called with each step's figures."""
@@ -121,7 +123,7 @@ def _progress(title: str, steps: int) -> Iterator[Callable[[dict[str, Any]], Non
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     def figures(row: dict[str, Any]) -> str:
-        ratio, gap = row["importance_ratio_mean"], row["logprob_gap_mean"]
+        ratio, gap = row[RATIO], row[GAP]
         return f"ratio {ratio:.3f}  gap {gap:.1e}  reward {row['reward']:.2f}"
 
     if not Console().is_terminal:
