@@ -50,18 +50,23 @@ def main(argv: Sequence[str]) -> int:
     from ...analysis.audit.table import print_report
     from ...analysis.audit.token_scores import routes_for
     from ...analysis.audit.token_view import add_samples
-    from ...analysis.trace_scores import check_fits
+    from ...analysis.trace_scores import check_fits, load_model
     from ...routing import has_experts
     from ...traces.shards import ShardFolder, write_file
 
     output = ShardFolder(args.output, "--output").path
     source = load_traces(args.traces, args.limit, args.step)
-    model = _load("--model", args.model, args.revision, args)
-    check_fits(source.traces, model, "--model", args.revision)
     sampler_name = args.sampler or (args.model if args.sampler_revision else None)
-    sampler = _load("--sampler", sampler_name, args.sampler_revision, args) if sampler_name else None
-    if sampler is not None:
-        check_fits(source.traces, sampler, "--sampler", args.sampler_revision)
+    models = []
+    for given, name, revision in (
+        ("--model", args.model, args.revision),
+        ("--sampler", sampler_name, args.sampler_revision),
+    ):
+        if name is not None:
+            loaded, config = load_model(given, name, dtype=args.dtype, device=args.device, revision=revision)
+            check_fits(source.traces, loaded, config, given)
+            models.append(loaded)
+    model, sampler = models[0], models[-1] if sampler_name else None
     if has_experts(model):
         print(f"--model {routes_for(source.traces, model)[1]}.")
     texts = _texts(args.model, args.revision)
@@ -85,12 +90,6 @@ def main(argv: Sequence[str]) -> int:
     print_report(report, Console())
     print(f"report: {output / 'audit.html'}")
     return 1 if any(finding.is_fault for finding in audit.findings) else 0
-
-
-def _load(option: str, name: str, revision: str | None, args: Options) -> Any:
-    from ...analysis.trace_scores import load_model
-
-    return load_model(option, name, dtype=args.dtype, device=args.device, revision=revision)
 
 
 def _named(name: str | None, revision: str | None) -> str | None:

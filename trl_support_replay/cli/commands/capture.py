@@ -92,6 +92,9 @@ def main(argv: Sequence[str]) -> int:
         return 0
     prompts = _prompt_ids(args, rows)
     generator = _generator(args, settings)
+    if args.server_url:
+        record = FolderRecord(folder.path / "capture.json", "capture", decisive | {"weights": generator.weights})
+        record.check()
     record.write()
     bar = (TextColumn("capturing"), BarColumn(), MofNCompleteColumn(), TextColumn("shards"), TimeRemainingColumn())
     with Progress(*bar) as progress:

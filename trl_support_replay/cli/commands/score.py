@@ -80,10 +80,10 @@ def main(argv: Sequence[str]) -> int:
                 _same_tokens(table, target, source / name)
             else:
                 _check_columns(table, name)
-                for option, model in zip(options, models, strict=True):
-                    check_fits(traces, model, f"--{option}")
+                for option, (model, config) in zip(options, models, strict=True):
+                    check_fits(traces, model, config, f"--{option}")
                 if temperature not in scorers:
-                    scorers[temperature] = [TokenScorer(model, temperature, args.batch_size) for model in models]
+                    scorers[temperature] = [TokenScorer(model, temperature, args.batch_size) for model, _ in models]
                 tokens = RecordedTokens.of(traces, unsupported=True)
                 for option, scorer in zip(options, scorers[temperature], strict=True):
                     replay, sentence = routes_for(traces, scorer.model)
