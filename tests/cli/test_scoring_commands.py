@@ -151,8 +151,8 @@ def test_score_does_not_write_among_the_traces(captured, tiny_model_path, tmp_pa
         (("--batch_size", 0), "--batch_size: 0 is not a whole number of 1 or more"),
         (("--dtype", "float99"), "--dtype: invalid choice: 'float99' (choose from"),
         (("--model", "no/such/folder"), "--model no/such/folder cannot be loaded; give a folder"),
-        (("--device", "gpu:0"), "device='gpu:0' is not to be had here ("),
-        (("--device", "xpu"), "device='xpu' is not to be had here ("),
+        (("--device", "gpu:0"), "device='gpu:0' is not available here ("),
+        (("--device", "xpu"), "device='xpu' is not available here ("),
         (("--output", __file__), f"--output {__file__} is not a folder that can be written (File exists)"),
     ],
 )
