@@ -66,8 +66,8 @@ def read_options(options: type[T], argv: Sequence[str], command: str, doc: str |
         default = _default(f)
         if default is not MISSING and default not in (None, False, (), {}):
             how["help"] += " (default: %(default)s)"
-        given = {"required": True} if default is MISSING else {"default": default}
-        parser.add_argument(f"--{f.name}", **how | given)
+        how |= {"required": True} if default is MISSING else {"default": default}
+        parser.add_argument(f"--{f.name}", **how)
     given = parser.parse_args([*map(_underscored, argv)])
     if lacking := [f.name.upper() for f in ordered if f.metadata["main"] and f.name not in given]:
         parser.error(f"the following arguments are required: {lacking[0]}")

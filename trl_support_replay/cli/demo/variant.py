@@ -47,13 +47,13 @@ def run(variant: str, model: str, steps: int, output: str) -> None:
         "bf16": False,
         "use_cpu": not torch.cuda.is_available(),
     }
-    given: dict[str, Any] = {"train_dataset": sums(), "callbacks": [MetricsFile()]}
+    given: dict[str, Any] = {"reward_funcs": sum_reward, "train_dataset": sums(), "callbacks": [MetricsFile()]}
     if variant == "replay":
         config = SupportReplayGRPOConfig(**common, replay_check="warn")
-        SupportReplayGRPOTrainer(model, sum_reward, config, **given).train()
+        SupportReplayGRPOTrainer(model, args=config, **given).train()
         return
     with stock_engine_fixes():
-        trainer = StockTrainer(model, sum_reward, GRPOConfig(**common), **given)
+        trainer = StockTrainer(model, args=GRPOConfig(**common), **given)
     trainer.train()
 
 

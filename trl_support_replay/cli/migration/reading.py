@@ -162,7 +162,7 @@ class _Literals(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         if _called(node) != "dict" or node.args:
             return node
-        keys = [ast.Constant(keyword.arg) if keyword.arg else None for keyword in node.keywords]
+        keys: list[ast.expr | None] = [ast.Constant(keyword.arg) if keyword.arg else None for keyword in node.keywords]
         return self.visit(ast.Dict(keys, [keyword.value for keyword in node.keywords]))
 
     def value(self, node: ast.expr) -> Any:
