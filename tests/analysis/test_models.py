@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.trainers.conftest import tiny_model_path  # noqa: F401
-from trl_support_replay.analysis.trace_scores import load_model
+from trl_support_replay.analysis.models import load_model
 from trl_support_replay.traces.record import fingerprint
 
 

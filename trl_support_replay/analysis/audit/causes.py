@@ -30,6 +30,7 @@ from ...checks.recorded_gaps import RecordedGaps
 from ...checks.replay_check import Tolerance
 from ...policy.model_probe import causal_model
 from .gaps import Scored
+from .loading import AuditTraces
 from .temperature import logprobs_at_temperature
 from .token_scores import RecordedTokens, TokenScorer
 
@@ -70,24 +71,22 @@ class Evidence:
     """What findings are drawn from.
 
     Attributes:
-        tokens, scores, parts: see `gaps`.
-        temperature: the one that the traces name.
-        steps: `[N]` int64, the training step (or the shard) of each token.
-        step_name: "step" or "shard".
-        scorer: of the model that `scores.closest` comes from.
+        source: the traces and where they come from.
+        tokens: their recorded tokens, `N`.
+        scores: of those tokens.
+        parts: `[N]` nats for each part of the gap and for their sum; see `gaps`.
         tolerance: largest gap in nats that counts as rounding; of the mean gap a twentieth of it.
         has_routes: whether recorded experts were replayed.
+        scorer: of the model that `scores.closest` comes from.
     """
 
+    source: AuditTraces
     tokens: RecordedTokens
     scores: Scored
     parts: dict[str, np.ndarray]
-    temperature: float
-    steps: np.ndarray
-    step_name: str
-    scorer: TokenScorer
     tolerance: float
     has_routes: bool
+    scorer: TokenScorer
 
 
 def find_causes(evidence: Evidence) -> list[Finding]:
@@ -163,8 +162,10 @@ def _attempts(evidence: Evidence) -> Iterator[Attempt]:
     yield from _routes(evidence)
     yield try_temperature(
         gaps,
-        lambda t: logprobs_at_temperature(evidence.tokens, evidence.scores.closest.candidates, evidence.temperature, t),
-        evidence.temperature,
+        lambda t: logprobs_at_temperature(
+            evidence.tokens, evidence.scores.closest.candidates, evidence.source.temperature, t
+        ),
+        evidence.source.temperature,
         "the traces say",
     )
     yield from _half_precision(evidence)
@@ -216,17 +217,18 @@ def _other_steps(evidence: Evidence) -> Iterator[Attempt]:
     stand together, and most completions of the others are off. Else it is told where the gap is, and no more.
     """
     rest, tokens, choice = np.abs(evidence.parts["numerics"]), evidence.tokens, evidence.tokens.supports.sizes > 1
-    steps = np.unique(evidence.steps)
-    fits = np.array([not _exceeds(rest[evidence.steps == s], evidence.tolerance) for s in steps])
+    of_token = evidence.source.steps[tokens.trace]
+    steps = np.unique(of_token)
+    fits = np.array([not _exceeds(rest[of_token == s], evidence.tolerance) for s in steps])
     # A step whose tokens had no choice fits whatever sampled it.
-    told = np.array([(choice & (evidence.steps == s)).sum() >= FEWEST_TOKENS for s in steps])
-    fitting, others = steps[fits & told], ~np.isin(evidence.steps, steps[fits])
+    told = np.array([(choice & (of_token == s)).sum() >= FEWEST_TOKENS for s in steps])
+    fitting, others = steps[fits & told], ~np.isin(of_token, steps[fits])
     if not len(fitting) or not others.any():
         return
     off = np.unique(tokens.trace[others & choice & (rest > evidence.tolerance)])
     most_are_off = 2 * len(off) > len(np.unique(tokens.trace[others & choice]))
     together = len(fitting) == 1 or not (~fits & (steps > fitting[0]) & (steps < fitting[-1])).any()
-    name, left = evidence.step_name, float(rest[~others].mean())
+    name, left = evidence.source.step_name, float(rest[~others].mean())
     if name == "step" and together and most_are_off:
         sentence = (
             f"Other weights: the model fits the traces of {len(fitting)} of {len(steps)} training steps (first: "

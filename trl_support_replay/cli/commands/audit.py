@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     from ...analysis.audit.table import print_report
     from ...analysis.audit.token_scores import routes_for
     from ...analysis.audit.token_view import add_samples
-    from ...analysis.trace_scores import check_fits, load_model
+    from ...analysis.models import check_fits, load_model
     from ...routing import has_experts
     from ...traces.shards import ShardFolder, write_file
 

@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     from rich.progress import Progress
 
     from ...analysis.audit.token_scores import RecordedTokens, TokenScorer, routes_for
-    from ...analysis.trace_scores import check_fits, load_model
+    from ...analysis.models import check_fits, load_model
     from ...traces.reading import read_parquet, trace_tables, traces_of
     from ...traces.record import FolderRecord, fingerprint
     from ...traces.shards import ShardFolder, write_whole
@@ -120,7 +120,10 @@ def _report(gap: np.ndarray, step: np.ndarray) -> None:
         return
     found = np.unique(step)
     if len(found) == 1:
-        print("The model that scored is not the one that sampled, or not in the same precision.")
+        print(
+            "That is more than rounding: other weights than those that sampled, another precision, or a fault. "
+            "`trl-support-replay audit` looks for the cause."
+        )
         return
     listed = ", ".join(f"{s}: {gap[step == s].mean():.2e}" for s in found[:_STEPS_LISTED].tolist())
     more = f", and {len(found) - _STEPS_LISTED} more" if len(found) > _STEPS_LISTED else ""

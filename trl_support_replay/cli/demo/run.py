@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ def _train(variant: str, model: Path, steps: int, folder: Path, rows: list[dict[
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     log, metrics = folder / f"{variant}.log", folder / variant / "metrics.jsonl"
     metrics.unlink(missing_ok=True)
-    with open(log, "w") as file, _progress(_TITLES[variant], steps) as show:
+    with open(log, "w") as file:
         # A session of its own: Ctrl-C reaches this process alone, which then stops the variant and reports.
         process = subprocess.Popen(
             command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
@@ -97,7 +97,8 @@ def _train(variant: str, model: Path, steps: int, folder: Path, rows: list[dict[
                 code = process.poll()  # before the last look at what was logged
                 for row in _logged(metrics)[len(rows) :]:
                     rows.append(row)
-                    show(row)
+                    figures = f"ratio {row[RATIO]:.3f}  gap {row[GAP]:.1e}  reward {row['reward']:.2f}"
+                    print(f"{_TITLES[variant]}: step {row['step']} of {steps}  {figures}", flush=True)
                 time.sleep(0.2)
         finally:
             # Also the engine's own processes, and also when the variant has ended.
@@ -114,31 +115,6 @@ def _logged(metrics: Path) -> list[dict[str, Any]]:
     lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
     rows = [json.loads(line) for line in lines if line.endswith("\n")]
     return [row for row in rows if "reward" in row]
-
-
-@contextlib.contextmanager
-def _progress(title: str, steps: int) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A bar on a terminal, else a line a step; yields what is to be called with each step's figures."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    def figures(row: dict[str, Any]) -> str:
-        ratio, gap = row[RATIO], row[GAP]
-        return f"ratio {ratio:.3f}  gap {gap:.1e}  reward {row['reward']:.2f}"
-
-    if not Console().is_terminal:
-        yield lambda row: print(f"{title}: step {row['step']} of {steps}  {figures(row)}", flush=True)
-        return
-    columns = (
-        TextColumn("{task.description:<19}"),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[figures]}"),
-    )
-    with Progress(*columns) as progress:
-        task = progress.add_task(title, total=steps, figures="starting the engine")
-        yield lambda row: progress.update(task, completed=row["step"], figures=figures(row))
 
 
 @contextlib.contextmanager

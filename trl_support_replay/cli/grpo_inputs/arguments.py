@@ -21,7 +21,7 @@ PROG = "trl-support-replay grpo"
 
 @dataclass
 class ReplayScriptArguments(GRPOScriptArguments):
-    """What TRL's `grpo` script takes, and what its users otherwise write a script for.
+    """What TRL's `grpo` script takes, and options for what would otherwise need a script.
 
     Attributes:
         dataset_map: name or dotted path of a function from a dataset's row to one with `prompt`; see `datasets`.
@@ -33,22 +33,22 @@ class ReplayScriptArguments(GRPOScriptArguments):
     dataset_map: str | None = field(
         default=None,
         metadata={
-            "help": "What makes rows with a `prompt`, and what the rewards need, of the dataset's own: `gsm8k`, or the "
-            "dotted import path of a function from row to row."
+            "help": "Function that makes a row with a `prompt`, and the columns that the rewards need, of a row of the "
+            "dataset: `gsm8k`, or the dotted import path of a function of yours."
         },
     )
     tools: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Dotted import paths of functions that the model may call. Their type hints and docstrings "
-            "are what it is told of them."
+            "help": "Dotted import paths of functions that the model may call. The model is shown their type hints and "
+            "docstrings."
         },
     )
     dry_run: bool = field(
         default=False,
         metadata={
-            "help": "Resolve every setting, check the contract, estimate the memory of each device, print the plan "
-            "and exit. Loads no weights and no data."
+            "help": "Resolve every setting, refuse what cannot be replayed, estimate memory roughly, "
+            "print the plan and exit. Loads no weights and no data."
         },
     )
     device_memory: float | None = field(
