@@ -12,6 +12,7 @@ from trl_support_replay.analysis.audit import audit_traces
 from trl_support_replay.analysis.audit.gaps import PARTS
 from trl_support_replay.analysis.audit.token_scores import RecordedTokens, TokenScorer
 from trl_support_replay.policy.replay_head import add_replay_head
+from trl_support_replay.traces.support import SupportRows
 
 from .conftest import edited, sample
 
@@ -93,16 +94,58 @@ def test_stale_weights_alone_are_unexplained_and_named_as_not_tried(dense, moved
     assert "live routers" not in tried
 
 
-def test_stale_weights_of_some_steps_are_told_by_the_steps_that_fit(dense, moved):
-    fresh, stale = sample(dense), sample(moved, seed=5)
-    steps = np.concatenate([fresh.steps, 10 + stale.steps])
-    audit = audit_traces(replace(fresh, traces=fresh.traces + stale.traces, steps=steps), dense)
-    assert faults(audit) == ["staleness"] and "fits the traces of 3 of 6 steps (first: 0)" in audit.verdict
+def of_two(first, second, steps, **more):
+    """Three steps' traces of each of two models."""
+    ones, others = sample(first), sample(second, seed=5)
+    return replace(ones, traces=ones.traces + others.traces, steps=np.repeat(steps, 4), **more)
+
+
+def test_other_weights_of_some_steps_are_told_by_the_steps_that_fit(dense, moved):
+    audit = audit_traces(of_two(dense, moved, [0, 1, 2, 10, 11, 12]), dense)
+    assert faults(audit) == ["staleness"]
+    assert "Other weights: the model fits the traces of 3 of 6 training steps (first: 0)" in audit.verdict
+
+
+@pytest.mark.parametrize(
+    ("steps", "more"),
+    [([0, 1, 2, 10, 11, 12], {"step_name": "shard"}), ([0, 2, 4, 1, 3, 5], {})],
+    ids=["shards of one capture have the same weights", "weights do not come back"],
+)
+def test_other_weights_are_not_blamed_without_steps_that_show_them(dense, moved, steps, more):
+    audit = audit_traces(of_two(dense, moved, steps, **more), dense)
+    assert faults(audit) == ["place"] and f"The gap is in some {audit.source.step_name}s" in audit.verdict
+    assert "over 3 of 6" in audit.verdict and "weights" not in audit.verdict
+
+
+def test_other_weights_are_not_blamed_for_one_completion_of_a_step(dense, moved):
+    fresh, stale = sample(dense), sample(moved)
+    audit = audit_traces(replace(fresh, traces=[*fresh.traces[:-1], stale.traces[-1]]), dense)
+    assert faults(audit) == ["place"] and "weights" not in audit.verdict
+
+
+def test_a_step_without_any_choice_shows_no_weights(dense, moved):
+    source = sample(moved)
+
+    def sure(trace):
+        supports = SupportRows.from_ragged([[int(token)] for token in trace.completion_ids])
+        return replace(trace, supports=supports, sampling_logprobs=np.zeros_like(trace.sampling_logprobs))
+
+    traces = [sure(trace) if step == 0 else trace for trace, step in zip(source.traces, source.steps, strict=True)]
+    assert faults(audit_traces(replace(source, traces=traces), dense)) == ["unexplained"]
 
 
 def test_a_sampler_that_did_not_sample_is_told(dense, moved):
     audit = audit_traces(sample(dense), dense, moved)
-    assert "unexplained" in faults(audit) and "given sampler is not what sampled" in str(audit.findings)
+    assert faults(audit) == ["unexplained"] and audit.verdict.startswith("The given sampler is not what sampled")
+    other = copy.deepcopy(moved)
+    other.lm_head.weight.data.mul_(0.9)
+    audit = audit_traces(sample(dense), moved, other)
+    assert faults(audit) == ["unexplained"] and "the given sampler is not what sampled" in audit.verdict
+
+
+def test_stale_weights_are_named_beside_another_fault(dense, moved):
+    audit = audit_traces(sample(dense, temperature=0.7, said=1.0), moved, dense)
+    assert sorted(faults(audit)) == ["staleness", "temperature"]
 
 
 def test_an_engine_in_half_precision(dense):

@@ -69,6 +69,11 @@ def test_another_temperature_says_that_a_factor_of_the_logits_looks_the_same(den
     assert "A factor of the logits" in said
 
 
+def test_a_temperature_that_fits_a_few_tokens_is_chance(dense):  # noqa: F811
+    said = explained(sample(dense, temperature=0.5, num=1, tokens=4).traces, dense)
+    assert said.startswith("Nothing that was tried explains") and "temperature=" in said
+
+
 def test_one_completion_with_another_prompt_is_placed(dense):  # noqa: F811
     traces = sample(dense).traces
     traces[3] = replace(traces[3], prompt_ids=traces[3].prompt_ids[::-1].copy())

@@ -1,5 +1,7 @@
 """Traces captured once, and the command line, in a process of its own or in this one."""
 
+import contextlib
+import io
 import json
 import subprocess
 import sys
@@ -13,6 +15,18 @@ CLI = [sys.executable, "-m", "trl_support_replay"]
 
 
 def cli(*argv):
+    """A command in this process: its exit status and everything it printed."""
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+        try:
+            code = main([*map(str, argv)])
+        except SystemExit as ended:  # of argparse
+            code = ended.code
+    return code, text.getvalue()
+
+
+def cli_alone(*argv):
+    """A command in a process of its own."""
     done = subprocess.run([*CLI, *map(str, argv)], capture_output=True, text=True, timeout=300)
     return done.returncode, done.stdout + done.stderr
 
@@ -39,10 +53,6 @@ def captured(tiny_model_path, prompts, tmp_path_factory):
 
 
 def run_cli(capsys, *argv):
-    """A command in this process: its exit status and everything it printed, white space folded."""
-    try:
-        code = main([*map(str, argv)])
-    except SystemExit as ended:  # of argparse
-        code = ended.code
-    out = capsys.readouterr()
-    return code, " ".join((out.out + out.err).split())
+    """As `cli`, with white space folded."""
+    code, text = cli(*argv)
+    return code, " ".join((text + "".join(capsys.readouterr())).split())

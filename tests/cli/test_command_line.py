@@ -58,6 +58,28 @@ def test_listing_the_commands_imports_nothing_heavy():
     assert ended.stderr.strip() == "" and ended.returncode == 1  # exit of an empty message
 
 
+@pytest.mark.parametrize("given", [["there", "--problems", "2"], ["--problems=2", "there"], ["--traces", "there"]])
+def test_the_main_input_stands_alone_or_behind_its_option(capsys, given):
+    assert main(["inspect", *given]) == 2
+    assert capsys.readouterr().err.startswith("error: No traces at there: ")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "the following arguments are required: TRACES"),
+        (["a", "--traces", "b"], "not allowed with argument"),
+        (["a", "--problems", "no"], "argument --problems: no is not a whole number of 1 or more"),
+        (["a", "--nothing"], "unrecognized arguments: --nothing"),
+    ],
+)
+def test_a_wrong_command_line_is_told_with_its_usage(capsys, given, message):
+    with pytest.raises(SystemExit, match="2"):
+        main(["inspect", *given])
+    text = capsys.readouterr().err
+    assert text.startswith("usage: trl-support-replay inspect TRACES [options]\n") and message in text
+
+
 def raising(error):
     def command(argv):
         raise error

@@ -8,14 +8,15 @@ from types import SimpleNamespace
 import pyarrow.parquet as pq
 import pytest
 from datasets import load_dataset
-from huggingface_hub import DatasetCard, ModelCard
+from huggingface_hub import DatasetCard, HfApi, ModelCard
 
 from tests.hub.fake_hub import TOKEN, FakeHub
 from tests.processes import environment
 from tests.trainers.conftest import tiny_model_path  # noqa: F401
-from trl_support_replay.hub.model_card import RunFacts, add_section, section, summarize
-from trl_support_replay.hub.traces import TraceFacts, traces_card
-from trl_support_replay.traces.columns import table_to_traces
+from trl_support_replay.hub.model_card import add_section, section, summarize
+from trl_support_replay.hub.traces import push_traces, traces_card
+from trl_support_replay.traces.columns import TraceSchemaError, table_to_traces
+from trl_support_replay.traces.survey import survey_traces
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -121,28 +122,29 @@ def test_what_is_no_folder_of_shards_makes_no_repository(published, tmp_path):
     assert ("datasets", "me/nothing") not in published.hub.repos
 
 
-def test_broken_traces_are_not_uploaded(published, tmp_path):
+def test_broken_traces_are_not_uploaded(published, tmp_path, monkeypatch):
     (tmp_path / "traces").mkdir()
     whole = sorted(published.folder.glob("traces/*.parquet"))[0]
     table = pq.read_table(whole)
     empty = table.set_column(table.column_names.index("loss_mask"), "loss_mask", table["support_ids"].combine_chunks())
     pq.write_table(empty, tmp_path / "traces" / whole.name)
-    asked = len(published.hub.requests)
-    assert push(published.hub, tmp_path, tmp_path / "traces").code != 0
-    assert len(published.hub.requests) == asked
+    monkeypatch.setattr(HfApi, "create_repo", None)
+    with pytest.raises(TraceSchemaError, match=f"{whole.name}: "):
+        push_traces(tmp_path / "traces", "me/broken")
 
 
 def test_figures_of_a_card_are_those_of_the_traces(published):
-    facts = TraceFacts.of(published.folder / "traces")
+    found = survey_traces(published.folder / "traces")
     traces = [t for f in sorted(published.folder.glob("traces/*.parquet")) for t in table_to_traces(pq.read_table(f))]
-    assert facts.traces == len(traces) and facts.tokens == sum(len(t.completion_ids) for t in traces)
     sizes = [size for t in traces for size in t.supports.sizes if size > 0]
-    assert facts.size_mean == pytest.approx(sum(sizes) / len(sizes))
-    assert facts.singletons == pytest.approx(sum(size == 1 for size in sizes) / len(sizes))
-    assert "routed experts | not recorded" in traces_card(facts, "me/x").text
+    text = traces_card(found, "me/x").text
+    assert f"{len(traces)} completions of {sum(len(t.completion_ids) for t in traces)} tokens." in text
+    assert f"| support size, mean | {sum(sizes) / len(sizes):.2f} |" in text
+    assert f"| supports of one token | {sum(size == 1 for size in sizes) / len(sizes):.1%} |" in text
+    assert "routed experts | not recorded" in text
 
 
-FACTS = RunFacts("temperature=1, top_k=5", "vllm 0.30.0", "the engine's sampling mask", True, 7, {"a": 1.5})
+FACTS = {"sampling": "temperature=1, top_k=5", "routed experts": "replayed", "optimizer steps": "7"}
 
 
 def test_a_card_is_replaced_and_not_repeated(tmp_path):

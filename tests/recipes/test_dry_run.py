@@ -45,7 +45,7 @@ def test_recipe_is_planned_and_fits(recipe, smollm2_path, capsys):
     assert main(["grpo", *arguments, "--dry_run", "true"]) == 0
     text = capsys.readouterr().out
     assert "are needed, and nine tenths" not in text  # of the devices that its header names
-    plan = make_plan(arguments, launch_options(arguments, "", "").accelerate)
+    plan = make_plan(arguments, launch_options(arguments).accelerate)
     given = yaml.safe_load(recipe.read_text())
     settings = dict(plan.settings)
     assert f"top_k={given['top_k']}" in settings["sampling"]
@@ -137,7 +137,7 @@ def test_a_device_that_is_too_small_is_told():
 
 def test_batches_are_checked_against_the_processes_that_will_run():
     arguments = [*SMALL, *REWARD, "--per_device_train_batch_size", "1", "--num_generations", "8"]
-    options = launch_options([*arguments, "--accelerate_config", "zero3"], "", "").accelerate
+    options = launch_options([*arguments, "--accelerate_config", "zero3"]).accelerate
     assert "8 per generation: 1 prompts x 8" in dict(make_plan(arguments, options).settings)["batch"]
     with pytest.raises(ValueError, match="divisible"):
         make_plan(arguments, [*options, "--num_processes", "4"])
@@ -159,13 +159,13 @@ def test_batches_are_checked_against_the_processes_that_will_run():
     ],
 )
 def test_launches_are_read_as_accelerate_reads_them(name, method, shards):
-    launch = Launch.read(launch_options([*SMALL, "--accelerate_config", name], "", "").accelerate)
+    launch = Launch.read(launch_options([*SMALL, "--accelerate_config", name]).accelerate)
     assert (launch.processes, launch.method, launch.mixed_precision) == (8, method, "bf16")
     assert (launch.shards_optimizer, launch.shards_gradients, launch.shards_weights) == shards
 
 
 def test_processes_that_split_a_model_share_their_samples():
-    options = launch_options([*SMALL, "--accelerate_config", "recipes/accelerate/tp.yaml"], "", "").accelerate
+    options = launch_options([*SMALL, "--accelerate_config", "recipes/accelerate/tp.yaml"]).accelerate
     launch = Launch.read(options)
     assert (launch.method, launch.processes, launch.tensor_parallel, launch.replicas) == ("tensor parallel", 2, 2, 1)
 
@@ -182,7 +182,7 @@ def test_a_recipe_under_a_launcher_starts_no_second_one(monkeypatch, launched):
 
 
 def test_an_option_wins_over_the_file():
-    options = launch_options([*SMALL, "--accelerate_config", "zero3", "--num_processes", "2"], "", "").accelerate
+    options = launch_options([*SMALL, "--accelerate_config", "zero3", "--num_processes", "2"]).accelerate
     assert Launch.read(options).processes == 2
     assert Launch.read(["--num_processes", "3"]).method == "DDP"
     assert Launch.read([]) == Launch()

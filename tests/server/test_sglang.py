@@ -16,7 +16,7 @@ from starlette.routing import Route
 from transformers import AutoModelForCausalLM
 
 from trl_support_replay.checks.replay_check import ReplayGapError
-from trl_support_replay.cli.commands.capture import main as capture
+from trl_support_replay.cli.main import main as command
 from trl_support_replay.client.pool import GenerationError, new_request_id
 from trl_support_replay.engine_outputs.errors import SupportCaptureError
 from trl_support_replay.engines.sglang_server import SGLangRollout, connect_sglang
@@ -352,18 +352,24 @@ def test_generation_kwargs_do_not_reach_sglang_and_are_refused(build, tiny_model
     assert not sglang.requests
 
 
-def test_capture_writes_traces_from_the_server(tiny_model_path, tmp_path):
+def test_capture_writes_traces_from_the_server(tiny_model_path, tmp_path, capsys):
     """`trl-support-replay capture --engine sglang`."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(f'{{"prompt": "abc {i}"}}\n' for i in range(5)))
     fake = SGLangWithModel(tiny_model_path)
     with serving(AppServer(fake.app)) as server:
-        status = capture(
-            ["--model", tiny_model_path, "--dataset", str(prompts), "--output", str(tmp_path / "traces")]
-            + ["--engine", "sglang", "--server_url", server.url, "--top_p", "0.8", "--num_generations", "2"]
-            + ["--max_tokens", "6", "--batch_size", "2"]
-        )
-    assert status == 0
+        arguments = ["capture", str(prompts), "--model", tiny_model_path, "--output", str(tmp_path / "traces")]
+        arguments += ["--engine", "sglang", "--server_url", server.url, "--top_p", "0.8", "--num_generations", "2"]
+        arguments += ["--max_tokens", "6", "--batch_size", "2"]
+        assert command(arguments) == 0
+        # It goes on with the same weights only.
+        shard = sorted((tmp_path / "traces").glob("*.parquet"))[1]
+        shard.unlink()
+        fake.facts["weight_version"] = "other"
+        assert command(arguments) == 2 and not shard.exists()
+        assert "and this one has weights=[{'model': 'fake', 'weights_version': 'other'}]" in capsys.readouterr().err
+        del fake.facts["weight_version"]
+        assert command(arguments) == 0
     tables = [pq.read_table(path) for path in sorted((tmp_path / "traces").rglob("*.parquet"))]
     traces = [trace for table in tables for trace in table_to_traces(table)]
     assert len(tables) == 3 and len(traces) == 10

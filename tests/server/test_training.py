@@ -19,7 +19,7 @@ import pytest
 from trl_support_replay.checks.replay_check import ReplayGapError
 from trl_support_replay.engines.vllm_engine import vllm_version
 from trl_support_replay.engines.vllm_server import _seen_from_other_nodes
-from trl_support_replay.hub.model_card import RunFacts
+from trl_support_replay.hub.model_card import run_facts
 from trl_support_replay.rollouts.recorder import SupportRecorder
 from trl_support_replay.trainers.passes import ScoringPass
 from trl_support_replay.wire.protocol import GenerateRequest
@@ -64,8 +64,8 @@ def test_training_follows_the_servers_weights(build, moe_server, tiny_moe_path):
     written = set(moe_server.weights_dir.iterdir()) - before
     (version,) = (path.name for path in written if not path.name.startswith("."))
     assert version.endswith("-000003"), "one version a step, and only the last is kept"
-    facts = RunFacts.of(trainer)  # for the model card
-    assert facts.engine == f"vllm {vllm_version()}" and facts.capture == "the engine's processed log-probs"
+    facts = run_facts(trainer)  # for the model card
+    assert facts["engine"] == f"vllm {vllm_version()}" and facts["supports from"] == "the engine's processed log-probs"
 
 
 def test_without_truncation_it_is_stock_training_over_the_same_server(build, moe_server, tiny_moe_path):

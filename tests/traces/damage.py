@@ -28,13 +28,13 @@ from transformers import AutoConfig
 
 from trl_support_replay.cli.grpo_inputs.datasets import load_splits
 from trl_support_replay.cli.main import main as command
-from trl_support_replay.hub.traces import TraceFacts
 from trl_support_replay.rollouts.offline import OfflineTraces
-from trl_support_replay.traces.columns import Trace, traces_to_table
+from trl_support_replay.traces.columns import Trace, TraceSchemaError, traces_to_table
 from trl_support_replay.traces.reading import trace_tables, traces_of
 from trl_support_replay.traces.routes import RoutedExperts
 from trl_support_replay.traces.shards import ShardFolder
 from trl_support_replay.traces.support import SupportRows
+from trl_support_replay.traces.survey import survey_traces
 
 VOCABULARY = 99
 SAMPLING = {"temperature": 1.0, "top_p": 0.9, "top_k": 0, "min_p": 0.0, "seed": 3}
@@ -236,7 +236,9 @@ def audit(folder: Path, work: Path, model: str) -> list[Trace]:
 
 
 def push(folder: Path, work: Path, model: str) -> list[Trace]:
-    TraceFacts.of(folder)  # all that `push` reads, before it uploads the files as they are
+    # All that `push` reads, before it uploads the files as they are.
+    if problems := survey_traces(folder).problems:
+        raise TraceSchemaError(problems[0])
     return read(folder)
 
 

@@ -17,7 +17,7 @@ from .recorded_gaps import RecordedGaps
 
 # A cause is believed when undoing it leaves less than this part of the gap.
 EXPLAINS = 0.1
-# Tokens below which a cause that fits can be chance.
+# Tokens with a choice below which a cause that fits can be chance.
 FEWEST_TOKENS = 5
 
 
@@ -73,7 +73,7 @@ def try_temperature(
     gap, _ = gaps.mean(gaps.replayed - gaps.recorded)
     best, left = fit_temperature(lambda t: gaps.mean(replay_at(t) - gaps.recorded)[0], temperature / 4, temperature * 4)
     sentence = None
-    if left < EXPLAINS * gap:
+    if left < EXPLAINS * gap and _with_choice(gaps) >= FEWEST_TOKENS:
         sentence = (
             f"The engine sampled at another temperature: at temperature={best:.3g} the mean gap falls from {gap:.2g} "
             f"to {left:.2g} nats, and {said_by} temperature={temperature:g}. A factor of the logits that one side "
@@ -93,7 +93,7 @@ def try_live_routes(gaps: RecordedGaps, live: np.ndarray, agreement: float | Non
     gap, _ = gaps.mean(gaps.replayed - gaps.recorded)
     left, _ = gaps.mean(live - gaps.recorded)
     sentence = None
-    if left < EXPLAINS * gap:
+    if left < EXPLAINS * gap and _with_choice(gaps) >= FEWEST_TOKENS:
         agree = "" if agreement is None else f", and they agree with {agreement:.0%} of the recorded experts"
         sentence = (
             f"The recorded routes are not those of these tokens: through the live routers the mean gap falls from "
@@ -150,6 +150,11 @@ def try_places(gaps: RecordedGaps) -> list[Attempt]:
         if count:
             attempts.append(Attempt("place", f"without {name}", left, sentence))
     return attempts
+
+
+def _with_choice(gaps: RecordedGaps) -> int:
+    """Tokens of all processes whose support left a choice: the log-prob of any other is 0 whatever is wrong."""
+    return gaps.mean(gaps.recorded[gaps.sizes > 1])[1]
 
 
 def nothing_explains(attempts: Sequence[Attempt], gap: float, not_tried: Sequence[str]) -> str:

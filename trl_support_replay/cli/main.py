@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from .._version import __version__
-from ..errors import CommandError
+from ..errors import CommandError, is_ours
 from . import commands
 
 _DEBUG = "TRL_SUPPORT_REPLAY_DEBUG"
@@ -79,7 +79,7 @@ def run(command: Callable[[Sequence[str]], int], argv: Sequence[str], debug: boo
         print("interrupted", file=sys.stderr)
         return 130
     except Exception as error:
-        if debug or _DEBUG in os.environ or not type(error).__module__.startswith("trl_support_replay."):
+        if debug or _DEBUG in os.environ or not is_ours(error):
             raise
         several, alike = os.environ.get("WORLD_SIZE", "1") != "1", isinstance(error, CommandError)
         whose = f" of rank {os.environ.get('RANK', '?')}" if several and not alike else ""

@@ -58,6 +58,7 @@ class StockServer:
         model_config = config.get("model_config") or {}
         dtype = model_config.get("dtype")
         self.info: dict[str, Any] = {
+            "model": model,
             "dtype": dtype if dtype is None else str(dtype).removeprefix("torch."),
             "logprobs_mode": model_config.get("logprobs_mode"),
             "unreplayable": described(config_refusals(config)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -26,6 +27,9 @@ class ServerGenerator:
         engine: `"vllm-server"` (`vllm-serve`, or a stock vLLM server) or `"sglang"`.
         urls: base URLs. An API key is taken from `VLLM_API_KEY`.
         request: what is asked for every prompt.
+
+    Attributes:
+        weights: what the servers say of the weights that they hold, each different answer once.
     """
 
     def __init__(self, engine: str, urls: Sequence[str], request: CaptureRequest):
@@ -36,6 +40,11 @@ class ServerGenerator:
         self._pool = ServerPool(urls, api_key=os.environ.get("VLLM_API_KEY"), connect=_CONNECT[engine])
         for server in self._pool.servers:
             check_server(server, request.settings)
+        told = [
+            {name: s.info[name] for name in ("model", "model_files", "weights_version") if s.info.get(name) is not None}
+            for s in self._pool.servers
+        ]
+        self.weights = [json.loads(text) for text in sorted({json.dumps(one, default=str) for one in told})]
         versions = {str(server.info.get("engine_version") or "unknown") for server in self._pool.servers}
         self.version = ", ".join(sorted(versions))
 

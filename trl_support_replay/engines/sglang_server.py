@@ -63,6 +63,8 @@ class SGLangServer:
         self.url = transport.url
         self.capture = "native"
         self.info: dict[str, Any] = {
+            "model": facts.get("model_path"),
+            "weights_version": facts.get("weight_version"),
             "dtype": None,
             "engine_version": facts.get("version"),
             "logprobs_mode": None,

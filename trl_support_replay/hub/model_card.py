@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,6 +14,7 @@ from ..engines.choose import engine_used
 
 TAGS = ("support-replay", "importance-sampling")
 _HEADING = "## Sampling-support replay"
+_ROUTES = "routed experts"
 _BEFORE = "### Framework versions\n"
 _CAPTURES = {
     "native": "the engine's sampling mask",
@@ -45,42 +45,19 @@ _SUMMARY: dict[str, tuple[str, Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class RunFacts:
-    """What a card says of a run.
-
-    Attributes:
-        sampling: temperature and what truncated.
-        engine: name and version.
-        capture: where supports came from.
-        routes: whether routed experts were replayed.
-        steps: optimizer steps.
-        summary: label to figure, over the whole run.
-        traces: name of the dataset on the Hub that holds the run's traces; `None` when they were not published.
-    """
-
-    sampling: str
-    engine: str
-    capture: str
-    routes: bool
-    steps: int
-    summary: Mapping[str, float] = field(default_factory=dict)
-    traces: str | None = None
-
-    @classmethod
-    def of(cls, trainer: Any) -> RunFacts:
-        """From a `SupportReplayGRPOTrainer`, during or after training."""
-        engine = engine_used(trainer)
-        settings = trainer.sampling_settings
-        return cls(
-            sampling=", ".join(filter(None, [f"temperature={settings.temperature:g}", str(settings)])),
-            engine=f"{engine['name']} {engine['version']}",
-            capture=" and ".join(sorted(_CAPTURES[capture] for capture in _captures(trainer))),
-            routes=trainer.replays_routes,
-            steps=trainer.state.global_step,
-            summary=summarize(trainer.state.log_history),
-            traces=trainer.args.traces_hub_id,
-        )
+def run_facts(trainer: Any) -> dict[str, str]:
+    """What a card says of a run, label by label, from a replaying trainer during or after training."""
+    engine, settings, traces = engine_used(trainer), trainer.sampling_settings, trainer.args.traces_hub_id
+    facts = {
+        "sampling": ", ".join(filter(None, [f"temperature={settings.temperature:g}", str(settings)])),
+        "engine": f"{engine['name']} {engine['version']}",
+        "supports from": " and ".join(sorted(_CAPTURES[capture] for capture in _captures(trainer))),
+        _ROUTES: "replayed" if trainer.replays_routes else "",
+        "optimizer steps": str(trainer.state.global_step),
+        **{label: f"{value:.4g}" for label, value in summarize(trainer.state.log_history).items()},
+        "traces": f"[{traces}](https://huggingface.co/datasets/{traces})" if traces else "",
+    }
+    return {label: fact for label, fact in facts.items() if fact}
 
 
 def _captures(trainer: Any) -> set[str]:
@@ -106,27 +83,21 @@ def summarize(history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return found
 
 
-def section(facts: RunFacts) -> str:
+def section(facts: Mapping[str, str]) -> str:
     """The section, in Markdown."""
-    rows = {"sampling": facts.sampling, "engine": facts.engine, "supports from": facts.capture}
-    if facts.routes:
-        rows["routed experts"] = "replayed"
-    rows["optimizer steps"] = str(facts.steps)
-    rows |= {label: f"{value:.4g}" for label, value in facts.summary.items()}
-    table = "".join(f"| {name} | {value} |\n" for name, value in rows.items())
-    traces = f"\nTraces: [{facts.traces}](https://huggingface.co/datasets/{facts.traces})\n" if facts.traces else ""
+    table = "".join(f"| {label} | {fact} |\n" for label, fact in facts.items())
     return (
         f"{_HEADING}\n\nEach token was scored over the set of tokens that it was sampled from (trl-support-replay "
-        f"{__version__}).\n\n| | |\n|---|---|\n{table}{traces}\n"
+        f"{__version__}).\n\n| | |\n|---|---|\n{table}\n"
     )
 
 
-def add_section(path: Path, facts: RunFacts) -> None:
+def add_section(path: Path, facts: Mapping[str, str]) -> None:
     """Put section and tags into a model card, in the place of an earlier one.
 
     Args:
         path: the card, as TRL wrote it.
-        facts: of the run.
+        facts: see `run_facts`.
     """
     card = ModelCard.load(path)
     start = card.text.find(_HEADING)
@@ -135,5 +106,5 @@ def add_section(path: Path, facts: RunFacts) -> None:
         card.text = card.text[:start] + (card.text[end:] if end >= 0 else "")
     head, before, rest = card.text.partition(_BEFORE)
     card.text = f"{head}{section(facts)}{before}{rest}" if before else f"{card.text.rstrip()}\n\n{section(facts)}"
-    card.data.tags = sorted({*(card.data.tags or []), *TAGS, *(["routed-experts-replay"] if facts.routes else [])})
+    card.data.tags = sorted({*(card.data.tags or []), *TAGS, *(["routed-experts-replay"] if _ROUTES in facts else [])})
     card.save(path)

@@ -4,111 +4,46 @@ from __future__ import annotations
 
 import glob
 import json
-from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pyarrow as pa
 from huggingface_hub import DatasetCard, DatasetCardData, HfApi
 
 from .._version import __version__
 from ..traces.columns import TraceSchemaError
-from ..traces.reading import trace_tables, traces_of
+from ..traces.survey import TraceSurvey, survey_traces
 
 TAGS = ("trl", "support-replay", "grpo", "traces")
 _SIZES = ((1_000, "n<1K"), (10_000, "1K<n<10K"), (100_000, "10K<n<100K"), (1_000_000, "100K<n<1M"))
 
 
-@dataclass(frozen=True)
-class TraceFacts:
-    """What a card says of a folder of traces.
-
-    Attributes:
-        traces, tokens: number of completions, and of completion tokens.
-        size_mean, singletons: mean support size, and the fraction of supports of one token.
-        models, sampling, engines: every one that occurs.
-        columns: name to type.
-        routed: whether routed experts are recorded.
-    """
-
-    traces: int
-    tokens: int
-    size_mean: float
-    singletons: float
-    models: tuple[str, ...]
-    sampling: tuple[str, ...]
-    engines: tuple[str, ...]
-    columns: dict[str, str]
-    routed: bool
-
-    @classmethod
-    def of(cls, folder: str | Path) -> TraceFacts:
-        """Read a folder; every trace is checked on the way.
-
-        Raises:
-            TraceSchemaError, SupportError, RoutesError: what is found there is not whole.
-        """
-        counts: Counter[str] = Counter()
-        origins: dict[str, set[str]] = {"model": set(), "sampling": set(), "engine": set()}
-        schema: pa.Schema | None = None
-        for name, table in trace_tables(folder):
-            schema = schema or table.schema
-            for i, trace in enumerate(traces_of(name, table)):
-                trace.check(f"{name}, row {i}")
-                sizes = trace.supports.sizes[trace.supports.sizes > 0]
-                counts.update(traces=1, tokens=len(trace.completion_ids), rows=len(sizes))
-                counts.update(candidates=int(sizes.sum()), singletons=int(np.count_nonzero(sizes == 1)))
-            for column, values in origins.items():
-                if column in table.column_names:
-                    values |= {_shown(value) for value in table[column].to_pylist()}
-        assert schema is not None  # trace_tables raises for an empty folder
-        rows = max(counts["rows"], 1)
-        return cls(
-            traces=counts["traces"],
-            tokens=counts["tokens"],
-            size_mean=counts["candidates"] / rows,
-            singletons=counts["singletons"] / rows,
-            models=tuple(sorted(origins["model"])),
-            sampling=tuple(sorted(origins["sampling"])),
-            engines=tuple(sorted(origins["engine"])),
-            columns={field.name: str(field.type) for field in schema},
-            routed="routed_experts" in schema.names,
-        )
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, str) and Path(value).is_absolute():
-        return Path(value).name  # where a model lies on the machine that sampled is nobody's business
-    if isinstance(value, dict):
-        return ", ".join(f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in value.items())
-    return str(value)
-
-
-def traces_card(facts: TraceFacts, repo_id: str) -> DatasetCard:
+def traces_card(found: TraceSurvey, repo_id: str) -> DatasetCard:
     """The card of a traces dataset."""
-    size = next((name for limit, name in _SIZES if facts.traces < limit), "n>1M")
+    num, routed = found.counts["traces"], "routed_experts" in found.schema.names
+    size = next((name for limit, name in _SIZES if num < limit), "n>1M")
+    # Where a model lies on the machine that sampled is nobody's business.
+    models = {Path(name).name if Path(name).is_absolute() else name for name in found.origins["model"]}
+    sizes = found.sizes if len(found.sizes) else np.zeros(1)
     data = DatasetCardData(
         pretty_name=f"Sampling traces: {repo_id.split('/')[-1]}",
-        tags=[*TAGS, *(["routed-experts"] if facts.routed else [])],
+        tags=[*TAGS, *(["routed-experts"] if routed else [])],
         size_categories=[size],
         configs=[{"config_name": "default", "data_files": "*.parquet"}],
     )
-    columns = "".join(f"| `{name}` | `{kind}` |\n" for name, kind in facts.columns.items())
+    columns = "".join(f"| `{field.name}` | `{field.type}` |\n" for field in found.schema)
     text = f"""# Sampling traces
 
-{facts.traces:,} completions of {facts.tokens:,} tokens. Each token comes with its log-prob as the sampler reported it
-and its sampling support, the ids that survived truncation. Recorded by trl-support-replay {__version__}.
+{num:,} completions of {found.counts["completion tokens"]:,} tokens. Each token comes with its log-prob as the sampler
+reported it and its sampling support, the ids that survived truncation. Recorded by trl-support-replay {__version__}.
 
 | | |
 |---|---|
-| model | {"; ".join(facts.models)} |
-| sampling | {"; ".join(facts.sampling)} |
-| engine | {"; ".join(facts.engines)} |
-| support size, mean | {facts.size_mean:.2f} |
-| supports of one token | {facts.singletons:.1%} |
-| routed experts | {"recorded" if facts.routed else "not recorded"} |
+| model | {"; ".join(sorted(models))} |
+| sampling | {"; ".join(sorted(found.origins["sampling"]))} |
+| engine | {"; ".join(sorted(found.origins["engine"]))} |
+| support size, mean | {sizes.mean():.2f} |
+| supports of one token | {(sizes == 1).mean():.1%} |
+| routed experts | {"recorded" if routed else "not recorded"} |
 
 ## Use
 
@@ -150,8 +85,7 @@ def push_traces(
         Address of the dataset.
 
     Raises:
-        TraceSchemaError, SupportError, RoutesError: before anything is uploaded, for traces that are not whole, or not
-            a folder of Parquet files.
+        TraceSchemaError: before anything is uploaded, for traces that are not whole, or not a folder of Parquet files.
     """
     shards = [path for path in Path(folder).glob("*.parquet") if not path.name.startswith(".")]
     if not shards:
@@ -159,18 +93,21 @@ def push_traces(
             f"{folder} is not a folder of Parquet files, which is what is published. A dataset that `datasets` saved "
             "to disk has a push_to_hub of its own."
         )
-    facts = TraceFacts.of(folder)
+    found = survey_traces(folder)
+    if found.problems:
+        more = f" There are {len(found.problems)} problems; `trl-support-replay inspect` lists them."
+        raise TraceSchemaError(found.problems[0] + (more if len(found.problems) > 1 else ""))
     api = HfApi(token=token)
     url = api.create_repo(repo_id, repo_type="dataset", private=private, exist_ok=True)
     repo_id = url.repo_id
-    card = str(traces_card(facts, repo_id)).encode()
+    card = str(traces_card(found, repo_id)).encode()
     api.upload_folder(
         repo_id=repo_id,
         repo_type="dataset",
         folder_path=folder,
         allow_patterns=[glob.escape(shard.name) for shard in shards],  # what was checked, and nothing below it
         revision=revision,
-        commit_message=f"Add {facts.traces:,} traces",
+        commit_message=f"Add {found.counts['traces']:,} traces",
     )
     api.upload_file(
         path_or_fileobj=card,

@@ -19,6 +19,7 @@ from typing import Any
 
 import orjson
 
+from ..traces.record import fingerprint
 from ..wire import protocol
 from .errors import Refusal
 from .generation import Generator
@@ -64,6 +65,7 @@ class _Endpoint:
         self._generator = Generator(state.engine_client, settings, self._reloader.gate)
         self._instance = secrets.token_hex(8)
         self._served_model = (state.args.served_model_name or [state.args.model])[0]
+        self._model_files = fingerprint(state.args.model, getattr(state.args, "revision", None))  # as it was started
 
     async def answer(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         routes: dict[tuple[str, str], Callable[[bytes], Awaitable[bytes]]] = {
@@ -128,6 +130,7 @@ class _Endpoint:
                 "version": protocol.VERSION,
                 "instance": self._instance,
                 "model": self._served_model,
+                "model_files": self._model_files,
                 "weights_version": self._reloader.gate.version,
                 "weight_reload": self._settings.weights_dir is not None,
                 **self._generator.describe(),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
 
 from .shards import write_file
 
@@ -16,10 +20,18 @@ class FolderRecordError(ValueError):
     """A folder that holds the shards of another run than the one that is asked for."""
 
 
-def fingerprint(model: str | os.PathLike[str]) -> str | None:
-    """Digest of names, sizes and times of change of a model folder's files; `None` for a name on the Hub."""
+def fingerprint(model: str | os.PathLike[str], revision: str | None = None) -> str | None:
+    """What tells the weights that a name stands for from others.
+
+    Returns:
+        Of a folder, a digest of names, sizes and times of change of its files; of a name on the Hub, the commit of the
+        revision (`None`: of the main branch); `None` where neither is known.
+    """
     folder = Path(model)
     if not folder.is_dir():
+        for name in ("config.json", "adapter_config.json"):
+            with contextlib.suppress(OSError, ValueError, EntryNotFoundError):
+                return Path(hf_hub_download(str(model), name, revision=revision)).parent.name  # the snapshot's
         return None
     files = sorted(file for file in folder.iterdir() if file.suffix in (".safetensors", ".bin", ".gguf", ".json"))
     facts = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]

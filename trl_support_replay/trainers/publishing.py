@@ -17,9 +17,9 @@ class PublishesTraces(_TRLTrainer):
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         super().create_model_card(*args, **kwargs)
         if (self.replays_support or self.replays_routes) and self.is_world_process_zero():
-            from ..hub.model_card import RunFacts, add_section
+            from ..hub.model_card import add_section, run_facts
 
-            add_section(Path(str(self.args.output_dir)) / "README.md", RunFacts.of(self))
+            add_section(Path(str(self.args.output_dir)) / "README.md", run_facts(self))
 
     def push_to_hub(self, commit_message="End of training", blocking=True, token=None, revision=None, **kwargs):
         if self.args.traces_hub_id is not None and self.args.save_traces is not None:

@@ -8,6 +8,7 @@ in half precision and the steps of training are tried here, where the model is w
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 
 from ...checks.gap_causes import (
     EXPLAINS,
+    FEWEST_TOKENS,
     Attempt,
     nothing_explains,
     try_live_routes,
@@ -28,6 +30,7 @@ from ...checks.recorded_gaps import RecordedGaps
 from ...checks.replay_check import Tolerance
 from ...policy.model_probe import causal_model
 from .gaps import Scored
+from .loading import AuditTraces
 from .temperature import logprobs_at_temperature
 from .token_scores import RecordedTokens, TokenScorer
 
@@ -68,22 +71,22 @@ class Evidence:
     """What findings are drawn from.
 
     Attributes:
-        tokens, scores, parts: see `gaps`.
-        temperature: the one that the traces name.
-        steps: `[N]` int64, the training step (or the shard) of each token.
-        scorer: of the model that `scores.closest` comes from.
+        source: the traces and where they come from.
+        tokens: their recorded tokens, `N`.
+        scores: of those tokens.
+        parts: `[N]` nats for each part of the gap and for their sum; see `gaps`.
         tolerance: largest gap in nats that counts as rounding; of the mean gap a twentieth of it.
         has_routes: whether recorded experts were replayed.
+        scorer: of the model that `scores.closest` comes from.
     """
 
+    source: AuditTraces
     tokens: RecordedTokens
     scores: Scored
     parts: dict[str, np.ndarray]
-    temperature: float
-    steps: np.ndarray
-    scorer: TokenScorer
     tolerance: float
     has_routes: bool
+    scorer: TokenScorer
 
 
 def find_causes(evidence: Evidence) -> list[Finding]:
@@ -92,18 +95,14 @@ def find_causes(evidence: Evidence) -> list[Finding]:
         return []
     found = _expected(evidence)
     rest = evidence.parts["numerics"]
-    if _exceeds(evidence.parts["staleness"], evidence.tolerance):
-        found.append(
-            Finding(
-                "staleness",
-                _mean(evidence.parts["staleness"]),
-                _mean(rest),
-                f"Stale weights: the sampler's weights score {_mean(evidence.parts['staleness']):.2g} nats away from "
-                f"the model's on average.",
-            )
-        )
-    if _exceeds(rest, evidence.tolerance):
-        found.append(_fault(evidence))
+    fault = _fault(evidence) if _exceeds(rest, evidence.tolerance) else None
+    stale = _mean(evidence.parts["staleness"])
+    # Weights that do not give the record back, or not after what else was wrong is undone, did not sample it.
+    sampled = fault is None or fault.cause != "unexplained"
+    if sampled and _exceeds(evidence.parts["staleness"], evidence.tolerance):
+        sentence = f"Stale weights: the sampler's weights score {stale:.2g} nats away from the model's on average."
+        found.append(Finding("staleness", stale, _mean(rest), sentence))
+    found += [] if fault is None else [fault]
     return sorted(found, key=lambda finding: (not finding.is_fault, -finding.gap))
 
 
@@ -136,6 +135,13 @@ def _expected(evidence: Evidence) -> list[Finding]:
 def _fault(evidence: Evidence) -> Finding:
     """The first cause that explains what is left, or that none does."""
     gap, in_vain = _mean(evidence.parts["numerics"]), []
+    own = evidence.scores.replayed.logprobs - evidence.tokens.recorded
+    if evidence.scores.sampler is not None and not _exceeds(own, evidence.tolerance):
+        sentence = (
+            f"The given sampler is not what sampled: its weights score {gap:.2g} nats away from the record on average, "
+            f"and the model's own {_mean(own):.2g}. Leave --sampler out, or name the weights that sampled."
+        )
+        return Finding("unexplained", gap, gap, sentence)
     for attempt in _attempts(evidence):
         if attempt.sentence:
             return Finding(attempt.cause, gap, attempt.left, attempt.sentence, attempt.value)
@@ -156,8 +162,10 @@ def _attempts(evidence: Evidence) -> Iterator[Attempt]:
     yield from _routes(evidence)
     yield try_temperature(
         gaps,
-        lambda t: logprobs_at_temperature(evidence.tokens, evidence.scores.closest.candidates, evidence.temperature, t),
-        evidence.temperature,
+        lambda t: logprobs_at_temperature(
+            evidence.tokens, evidence.scores.closest.candidates, evidence.source.temperature, t
+        ),
+        evidence.source.temperature,
         "the traces say",
     )
     yield from _half_precision(evidence)
@@ -191,8 +199,10 @@ def _half_precision(evidence: Evidence) -> Iterator[Attempt]:
         half = rounded.score(evidence.tokens, evidence.has_routes).logprobs
         left, size = _mean(half - evidence.tokens.recorded), _mean(half - scored)
         along = float(np.corrcoef(rest, scored - half)[0, 1])
-        name, sentence = str(dtype).removeprefix("torch."), None
-        if left < EXPLAINS * gap or (max(gap, size) <= LIKE_SIZE * min(gap, size) and along > MOVES_WITH):
+        name, sentence, num = str(dtype).removeprefix("torch."), None, _with_choice(evidence)
+        # A correlation of few tokens is chance: its standard error is about 1 / sqrt(num).
+        alike = max(gap, size) <= LIKE_SIZE * min(gap, size) and along > max(MOVES_WITH, 4 / math.sqrt(max(num, 1)))
+        if (left < EXPLAINS * gap and num >= FEWEST_TOKENS) or alike:
             sentence = (
                 f"The engine computed in half precision: the model in {name} is {size:.2g} nats away from itself in "
                 f"float32, the record {gap:.2g}, with a correlation of {along:.2f}."
@@ -201,19 +211,44 @@ def _half_precision(evidence: Evidence) -> Iterator[Attempt]:
 
 
 def _other_steps(evidence: Evidence) -> Iterator[Attempt]:
-    rest = np.abs(evidence.parts["numerics"])
-    fits = {int(s): not _exceeds(rest[evidence.steps == s], evidence.tolerance) for s in np.unique(evidence.steps)}
-    fitting = [step for step, fit in fits.items() if fit]
-    if not fitting:
+    """Look for steps (or shards) that the model fits, where it does not fit the others.
+
+    Other weights are named only where the traces say in which step of training each was sampled, the steps that fit
+    stand together, and most completions of the others are off. Else it is told where the gap is, and no more.
+    """
+    rest, tokens, choice = np.abs(evidence.parts["numerics"]), evidence.tokens, evidence.tokens.supports.sizes > 1
+    of_token = evidence.source.steps[tokens.trace]
+    steps = np.unique(of_token)
+    fits = np.array([not _exceeds(rest[of_token == s], evidence.tolerance) for s in steps])
+    # A step whose tokens had no choice fits whatever sampled it.
+    told = np.array([(choice & (of_token == s)).sum() >= FEWEST_TOKENS for s in steps])
+    fitting, others = steps[fits & told], ~np.isin(of_token, steps[fits])
+    if not len(fitting) or not others.any():
         return
-    others = ~np.isin(evidence.steps, fitting)
-    sentence = (
-        f"Stale weights, or training: the model fits the traces of {len(fitting)} of {len(fits)} steps "
-        f"(first: {fitting[0]}), and the rest, {rest[others].mean():.2g} nats away on average, were sampled with other "
-        "weights. So it is with traces saved while training, whose steps have weights of their own: "
-        f"--step {fitting[0]} looks at the ones that this model sampled."
-    )
-    yield Attempt("staleness", "without the steps that do not fit", float(rest[~others].mean()), sentence)
+    off = np.unique(tokens.trace[others & choice & (rest > evidence.tolerance)])
+    most_are_off = 2 * len(off) > len(np.unique(tokens.trace[others & choice]))
+    together = len(fitting) == 1 or not (~fits & (steps > fitting[0]) & (steps < fitting[-1])).any()
+    name, left = evidence.source.step_name, float(rest[~others].mean())
+    if name == "step" and together and most_are_off:
+        sentence = (
+            f"Other weights: the model fits the traces of {len(fitting)} of {len(steps)} training steps (first: "
+            f"{fitting[0]}), and is {rest[others].mean():.2g} nats away from those of the others on average. Traces "
+            f"that training saves have weights of their own in each step: --step {fitting[0]} looks at those that this "
+            "model sampled."
+        )
+        yield Attempt("staleness", "without the steps that do not fit", left, sentence)
+    else:
+        sentence = (
+            f"The gap is in some {name}s: {rest[others].mean():.2g} nats on average over {(~fits).sum()} of "
+            f"{len(steps)} (first: {steps[~fits][0]}), and {left:.2g} over the others. What is particular to them was "
+            "not tried further."
+        )
+        yield Attempt("place", f"without the {name}s that do not fit", left, sentence)
+
+
+def _with_choice(evidence: Evidence) -> int:
+    """Tokens whose support left a choice: the log-prob of any other is 0 whatever is wrong."""
+    return int((evidence.tokens.supports.sizes > 1).sum())
 
 
 def _mean(values: np.ndarray) -> float:

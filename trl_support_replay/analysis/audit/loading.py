@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from ...traces.columns import Trace, TraceSchemaError
 from ...traces.reading import trace_tables, traces_of
 from ...traces.sampling import sampling_temperatures
+from ...traces.survey import as_text
 
 ORIGINS = ("model", "model_revision", "sampling", "engine")
 
@@ -60,7 +60,7 @@ def load_traces(path: str | os.PathLike[str], limit: int, step: int | None = Non
         temperatures |= sampling_temperatures(table, name)
         for column in ORIGINS:
             if column in table.column_names:
-                origins[column] |= {_text(value) for value in table[column].to_pylist() if value is not None}
+                origins[column] |= {as_text(value) for value in table[column].to_pylist() if value is not None}
         for i, trace in enumerate(traces_of(name, table)):
             sampled_in = trace.extra.get("step", shard)
             if not isinstance(sampled_in, int):
@@ -91,7 +91,3 @@ def load_traces(path: str | os.PathLike[str], limit: int, step: int | None = Non
         origins={name: sorted(values) for name, values in origins.items() if values},
         num_saved=seen,
     )
-
-
-def _text(value: Any) -> str:
-    return ", ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else str(value)

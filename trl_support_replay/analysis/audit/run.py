@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from ...checks.replay_check import LARGEST_ROUNDING
 from .causes import Evidence, Finding, find_causes, verdict
 from .gaps import Scored, split_gaps
@@ -16,26 +14,14 @@ from .token_scores import RecordedTokens, TokenScorer, routes_for
 
 
 @dataclass(frozen=True)
-class Audit:
+class Audit(Evidence):
     """What was found about some traces.
 
     Attributes:
-        source: the traces and where they come from.
-        tokens: their recorded tokens, `N`.
-        scores: of those tokens.
-        parts: `[N]` nats for each part of the gap and for their sum; see `gaps`.
         findings: causes, faults first.
-        tolerance: largest gap in nats that counted as rounding; of the mean gap a twentieth of it.
-        has_routes: whether recorded experts were replayed.
     """
 
-    source: AuditTraces
-    tokens: RecordedTokens
-    scores: Scored
-    parts: dict[str, np.ndarray]
     findings: list[Finding]
-    tolerance: float
-    has_routes: bool
 
     @property
     def verdict(self) -> str:
@@ -79,16 +65,5 @@ def audit_traces(
         sampled = scorer.score(tokens, replay_routes=has_routes)
     scores = Scored(live, replayed, sampled)
     parts = split_gaps(tokens, scores)
-    findings = find_causes(
-        Evidence(
-            tokens=tokens,
-            scores=scores,
-            parts=parts,
-            temperature=source.temperature,
-            steps=source.steps[tokens.trace],
-            scorer=scorer,
-            tolerance=tolerance,
-            has_routes=has_routes,
-        )
-    )
-    return Audit(source, tokens, scores, parts, findings, tolerance, has_routes)
+    evidence = Evidence(source, tokens, scores, parts, tolerance, has_routes, scorer)
+    return Audit(**vars(evidence), findings=find_causes(evidence))

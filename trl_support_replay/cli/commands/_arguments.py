@@ -1,87 +1,106 @@
-"""Types and groups of options that several commands have."""
+"""Reads command lines into dataclasses: each field is an option, and its metadata hold help and check.
+
+`transformers.HfArgumentParser` reads dataclasses too, but takes no main input without an option, checks no values, and
+importing it takes ten times as long as `--help` does here.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import math
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, TypeVar
 
-DTYPES = ("float32", "bfloat16", "float16")
+T = TypeVar("T")
 
 
-def command_parser(name: str, doc: str | None, example: str) -> argparse.ArgumentParser:
-    """A command's parser.
+def option(help: str, default: Any = MISSING, kind: Callable[[str], Any] = str, main: bool = False, **how: Any) -> Any:
+    """A field of a command's options.
 
     Args:
-        name: the command, as typed.
+        help: what `--help` says of it; a default is added.
+        default: its value when it is not given. An option without a default is required.
+        kind: makes the value of the text, and raises `ArgumentTypeError` where it cannot; `bool` is a flag.
+        main: the main input of the command, which stands alone or behind the option.
+        how: further arguments of `ArgumentParser.add_argument`.
+    """
+    stored = {"default": default} if default.__hash__ else {"default_factory": default.copy}
+    return field(**stored, metadata={"help": help, "main": main, "kind": kind, **how})
+
+
+def read_options(options: type[T], argv: Sequence[str], command: str, doc: str | None, example: str) -> T:
+    """The options of a command; ends the process for `--help` and for arguments that are wrong.
+
+    Args:
+        options: a dataclass of fields made by `option`.
+        argv: what stands behind the command's name. Hyphens in the names of options count as underscores.
+        command: its name, as typed.
         doc: the docstring of its module, shown by `--help` as it is written.
         example: a command line to end the help with.
     """
-    return argparse.ArgumentParser(
-        prog=f"trl-support-replay {name}",
+    described: Any = options
+    ordered = sorted(fields(described), key=lambda f: (not f.metadata["main"], _default(f) is not MISSING))
+    needed = [
+        f.name.upper() if f.metadata["main"] else f"--{f.name} {f.name.upper()}"
+        for f in ordered
+        if _default(f) is MISSING
+    ]
+    parser = argparse.ArgumentParser(
+        prog=f"trl-support-replay {command}",
+        usage=" ".join([f"trl-support-replay {command}", *needed, "[options]"]),
         description=doc,
         epilog=f"example: {example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    for f in ordered:
+        how = dict(f.metadata)
+        main, kind = how.pop("main"), how.pop("kind")
+        how |= {"action": "store_true"} if kind is bool else {"type": kind}
+        if main:
+            group = parser.add_mutually_exclusive_group()
+            how["default"] = argparse.SUPPRESS
+            group.add_argument(f.name, nargs="?", metavar=f.name.upper(), **how)
+            group.add_argument(f"--{f.name}", **how | {"help": argparse.SUPPRESS})
+            continue
+        default = _default(f)
+        if default is not MISSING and default not in (None, False, (), {}):
+            how["help"] += " (default: %(default)s)"
+        how |= {"required": True} if default is MISSING else {"default": default}
+        parser.add_argument(f"--{f.name}", **how)
+    given = parser.parse_args([*map(_underscored, argv)])
+    if lacking := [f.name.upper() for f in ordered if f.metadata["main"] and f.name not in given]:
+        parser.error(f"the following arguments are required: {lacking[0]}")
+    return options(**vars(given))
 
 
-def add_scoring_options(parser: argparse.ArgumentParser) -> None:
-    """How models score saved traces: `--batch_size`, `--dtype`, `--device`."""
-    parser.add_argument("--batch_size", type=positive, default=8, help="traces per forward (default: %(default)s)")
-    parser.add_argument(
-        "--dtype", choices=DTYPES, default="float32", help="data type of the models (default: %(default)s)"
-    )
-    parser.add_argument("--device", help="device of the models (default: the GPU when there is one, else the CPU)")
+def _default(f: Any) -> Any:
+    return f.default if f.default_factory is MISSING else f.default_factory()
 
 
-def positive(text: str) -> int:
-    """A whole number above 0."""
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of 1 or more")
-    return int(text)
+def _underscored(argument: str) -> str:
+    name, equals, value = argument.partition("=")
+    return (f"--{name[2:].replace('-', '_')}" if name.startswith("--") else name) + equals + value
 
 
-def above_zero(text: str) -> float:
-    """A finite number above 0."""
-    value = _number(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
-    return value
+def _checked(kind: Callable[[str], Any], holds: Callable[[Any], bool], what: str) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not holds(value):
+            raise argparse.ArgumentTypeError(f"{text} is not {what}")
+        return value
+
+    return read
 
 
-def temperature(text: str) -> float:
-    """A sampling temperature."""
-    value = _number(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(
-            f"{text} is not a number above 0; 1 leaves the model's probabilities as they are"
-        )
-    return value
-
-
-def mass(text: str) -> float:
-    """A probability above 0 and up to 1."""
-    value = _number(text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a probability above 0 and up to 1")
-    return value
-
-
-def top_p(text: str) -> float:
-    """A mass that a nucleus keeps."""
-    try:
-        return mass(text)
-    except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"{error}; 1 is off") from None
-
-
-def min_p(text: str) -> float:
-    """A probability from 0 and below 1."""
-    value = _number(text)
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a probability from 0 and below 1; 0 is off")
-    return value
+positive = _checked(int, lambda n: n >= 1, "a whole number of 1 or more")
+above_zero = _checked(float, lambda x: 0 < x < math.inf, "a number above 0")
+mass = _checked(float, lambda x: 0 < x <= 1, "a probability above 0 and up to 1")
+below_one = _checked(float, lambda x: 0 <= x < 1, "a probability from 0 and below 1")
 
 
 def json_object(text: str) -> dict[str, Any]:
@@ -95,8 +114,16 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text} is not a number") from None
+def dtype_option() -> Any:
+    """The option `--dtype`."""
+    return option("data type of the model", "float32", choices=("float32", "bfloat16", "float16"))
+
+
+@dataclass(kw_only=True)
+class ScoringOptions:
+    """How models score saved traces."""
+
+    traces: str = option("folder of shards, Parquet file, or dataset saved to disk", main=True)
+    batch_size: int = option("traces per forward", 8, positive)
+    dtype: str = dtype_option()
+    device: str | None = option("device of the models; the GPU when there is one, else the CPU", None)

@@ -7,44 +7,37 @@ audit.json and audit.html (one page, no network). Exits with 1 when a fault is f
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from ._arguments import above_zero, add_scoring_options, command_parser, positive
+from ._arguments import ScoringOptions, above_zero, option, positive, read_options
+
+_EXAMPLE = """\
+trl-support-replay audit runs/traces --model runs/checkpoint-100 \\
+    --sampler Qwen/Qwen3-0.6B --output runs/audit"""
+
+
+@dataclass(kw_only=True)
+class Options(ScoringOptions):
+    model: str = option("model whose training is looked at: a folder or a Hub name")
+    revision: str | None = option("revision of --model", None)
+    sampler: str | None = option("model with the weights that sampled, to tell stale weights from the rest", None)
+    sampler_revision: str | None = option("revision of --sampler; alone: of --model", None)
+    output: str = option("folder for audit.json and audit.html")
+    step: int | None = option("only traces of this training step (or, without a step, shard)", None, int)
+    limit: int = option("how many traces, evenly spaced", 256, positive)
+    samples: int = option("most samples in the token view", 64, positive)
+    page_mb: float = option("size of the report, at most", 1.8, above_zero)
+    tolerance: float = option(
+        "largest gap in nats that is rounding; the mean gap may be a twentieth of it", 1e-3, above_zero
+    )
 
 
 def main(argv: Sequence[str]) -> int:
     """Write the report and print its table; 1 when there is a fault."""
-    parser = command_parser(
-        "audit",
-        __doc__,
-        "trl-support-replay audit --traces runs/traces --model runs/checkpoint-100 \\\n"
-        "    --sampler Qwen/Qwen3-0.6B --output runs/audit",
-    )
-    parser.add_argument("--traces", required=True, help="folder of shards, Parquet file, or dataset saved to disk")
-    parser.add_argument("--model", required=True, help="model whose training is looked at: a folder or a Hub name")
-    parser.add_argument("--revision", help="revision of --model")
-    parser.add_argument("--sampler", help="model with the weights that sampled, to tell stale weights from the rest")
-    parser.add_argument("--sampler_revision", help="revision of --sampler; alone: of --model")
-    parser.add_argument("--output", required=True, help="folder for audit.json and audit.html")
-    parser.add_argument("--step", type=int, help="only traces of this training step (or, without a step, shard)")
-    parser.add_argument("--limit", type=positive, default=256, help="traces, evenly spaced (default: %(default)s)")
-    parser.add_argument(
-        "--samples", type=positive, default=64, help="most samples in the token view (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--page_mb", type=above_zero, default=1.8, help="size of the report, at most (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--tolerance",
-        type=above_zero,
-        default=1e-3,
-        help="largest gap in nats that is rounding; of the mean gap a twentieth of it (default: %(default)s)",
-    )
-    add_scoring_options(parser)
-    args = parser.parse_args(argv)
+    args = read_options(Options, argv, "audit", __doc__, _EXAMPLE)
 
     import json
 
@@ -57,18 +50,23 @@ def main(argv: Sequence[str]) -> int:
     from ...analysis.audit.table import print_report
     from ...analysis.audit.token_scores import routes_for
     from ...analysis.audit.token_view import add_samples
-    from ...analysis.trace_scores import check_fits
+    from ...analysis.models import check_fits, load_model
     from ...routing import has_experts
     from ...traces.shards import ShardFolder, write_file
 
     output = ShardFolder(args.output, "--output").path
     source = load_traces(args.traces, args.limit, args.step)
-    model = _load("--model", args.model, args.revision, args)
-    check_fits(source.traces, model, "--model", args.revision)
     sampler_name = args.sampler or (args.model if args.sampler_revision else None)
-    sampler = _load("--sampler", sampler_name, args.sampler_revision, args) if sampler_name else None
-    if sampler is not None:
-        check_fits(source.traces, sampler, "--sampler", args.sampler_revision)
+    models = []
+    for given, name, revision in (
+        ("--model", args.model, args.revision),
+        ("--sampler", sampler_name, args.sampler_revision),
+    ):
+        if name is not None:
+            loaded, config = load_model(given, name, dtype=args.dtype, device=args.device, revision=revision)
+            check_fits(source.traces, loaded, config, given)
+            models.append(loaded)
+    model, sampler = models[0], models[-1] if sampler_name else None
     if has_experts(model):
         print(f"--model {routes_for(source.traces, model)[1]}.")
     texts = _texts(args.model, args.revision)
@@ -86,18 +84,12 @@ def main(argv: Sequence[str]) -> int:
         sampler=_named(sampler_name, args.sampler_revision),
         eos_token_ids=_eos_token_ids(model),
     )
-    add_samples(report, audit, texts, max_samples=args.samples, max_bytes=args.page_mb * 1e6)
+    add_samples(report, audit, texts, max_samples=args.samples, max_bytes=int(args.page_mb * 1e6))
     write_file(output / "audit.json", json.dumps(report, allow_nan=False).encode())
     write_file(output / "audit.html", render_page(report).encode())
     print_report(report, Console())
     print(f"report: {output / 'audit.html'}")
     return 1 if any(finding.is_fault for finding in audit.findings) else 0
-
-
-def _load(option: str, name: str, revision: str | None, args: argparse.Namespace) -> Any:
-    from ...analysis.trace_scores import load_model
-
-    return load_model(option, name, dtype=args.dtype, device=args.device, revision=revision)
 
 
 def _named(name: str | None, revision: str | None) -> str | None:

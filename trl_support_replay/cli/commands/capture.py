@@ -6,70 +6,63 @@ goes on where it was, and ends with the same traces as a run that was not stoppe
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ...errors import CommandError
+from ...errors import CommandError, told
 from ...settings.urls import without_credentials
-from ._arguments import DTYPES, command_parser, json_object, min_p, positive, temperature, top_p
+from ._arguments import above_zero, below_one, dtype_option, json_object, mass, option, positive, read_options
 
+_EXAMPLE = """\
+trl-support-replay capture trl-lib/DeepMath-103K --model Qwen/Qwen3-0.6B \\
+    --engine vllm --top_k 20 --top_p 0.95 --num_generations 8 --output runs/traces"""
 _ENGINES = ("transformers", "vllm", "vllm-server", "sglang")
+
+
+@dataclass(kw_only=True)
+class Options:
+    dataset: str = option(
+        "prompts: a .jsonl, .json or .parquet file, a dataset saved to disk, or a Hub name; its `prompt` column holds "
+        "text or messages",
+        main=True,
+    )
+    model: str = option("model to sample from: a folder or a Hub name")
+    split: str = option("split of a Hub dataset", "train")
+    output: str = option("folder for the traces")
+    engine: str = option("what samples", "transformers", choices=_ENGINES)
+    server_url: Sequence[str] = option(
+        "servers that are up, for --engine vllm-server and sglang; --model then names their tokenizer",
+        (),
+        nargs="+",
+        metavar="URL",
+    )
+    num_generations: int = option("completions per prompt", 1, positive)
+    max_tokens: int = option("longest completion", 256, positive)
+    temperature: float = option("1 leaves the model's probabilities as they are", 1.0, above_zero)
+    top_p: float = option("1 is off", 1.0, mass)
+    top_k: int = option("0 is off; vLLM needs one", 0, int)
+    min_p: float = option("0 is off", 0.0, below_one)
+    batch_size: int = option("prompts per shard", 8, positive)
+    limit: int | None = option("only the first so many prompts", None, positive)
+    seed: int = option("the same seed gives the same traces", 0, int)
+    dtype: str = dtype_option()
+    engine_kwargs: dict[str, Any] = option("JSON with further arguments of vllm.LLM", {}, json_object)
 
 
 def main(argv: Sequence[str]) -> int:
     """Write one shard of traces per batch of prompts."""
-    parser = command_parser(
-        "capture",
-        __doc__,
-        "trl-support-replay capture --model Qwen/Qwen3-0.6B --dataset trl-lib/DeepMath-103K \\\n"
-        "    --engine vllm --top_k 20 --top_p 0.95 --num_generations 8 --output runs/traces",
-    )
-    parser.add_argument("--model", required=True, help="model to sample from: a folder or a Hub name")
-    parser.add_argument(
-        "--dataset",
-        required=True,
-        help="prompts: a .jsonl, .json or .parquet file, a dataset saved to disk, or a Hub name; its `prompt` column "
-        "holds text or messages",
-    )
-    parser.add_argument("--split", default="train", help="split of a Hub dataset (default: %(default)s)")
-    parser.add_argument("--output", required=True, help="folder for the traces")
-    parser.add_argument("--engine", choices=_ENGINES, default="transformers", help="(default: %(default)s)")
-    parser.add_argument(
-        "--server_url",
-        nargs="+",
-        default=[],
-        metavar="URL",
-        help="servers that are up, for --engine vllm-server and sglang; --model then names their tokenizer",
-    )
-    parser.add_argument(
-        "--num_generations", type=positive, default=1, help="completions per prompt (default: %(default)s)"
-    )
-    parser.add_argument("--max_tokens", type=positive, default=256, help="longest completion (default: %(default)s)")
-    parser.add_argument("--temperature", type=temperature, default=1.0, help="(default: %(default)s)")
-    parser.add_argument("--top_p", type=top_p, default=1.0, help="1 is off (default: %(default)s)")
-    parser.add_argument("--top_k", type=int, default=0, help="0 is off; vLLM needs one (default: %(default)s)")
-    parser.add_argument("--min_p", type=min_p, default=0.0, help="0 is off (default: %(default)s)")
-    parser.add_argument("--batch_size", type=positive, default=8, help="prompts per shard (default: %(default)s)")
-    parser.add_argument("--limit", type=positive, help="only the first so many prompts")
-    parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
-    parser.add_argument(
-        "--dtype", choices=DTYPES, default="float32", help="data type of the model (default: %(default)s)"
-    )
-    parser.add_argument("--engine_kwargs", type=json_object, default={}, help="JSON with further arguments of vllm.LLM")
-    args = parser.parse_args(argv)
+    args = read_options(Options, argv, "capture", __doc__, _EXAMPLE)
     if (args.engine in ("vllm-server", "sglang")) != bool(args.server_url):
         shown = " ".join(map(without_credentials, args.server_url))
         raise CommandError(f"--engine {args.engine} and --server_url {shown or '(none)'} do not fit.")
     for name in ("model", "dtype"):
         if name in args.engine_kwargs:
             raise CommandError(f"--engine_kwargs holds {name}={args.engine_kwargs[name]!r}. Give it as --{name}.")
-
-    from dataclasses import replace
 
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -99,6 +92,9 @@ def main(argv: Sequence[str]) -> int:
         return 0
     prompts = _prompt_ids(args, rows)
     generator = _generator(args, settings)
+    if args.server_url:
+        record = FolderRecord(folder.path / "capture.json", "capture", decisive | {"weights": generator.weights})
+        record.check()
     record.write()
     bar = (TextColumn("capturing"), BarColumn(), MofNCompleteColumn(), TextColumn("shards"), TimeRemainingColumn())
     with Progress(*bar) as progress:
@@ -159,7 +155,7 @@ def _whole_shards(
     return whole
 
 
-def _settings(args: argparse.Namespace) -> Any:
+def _settings(args: Options) -> Any:
     from types import SimpleNamespace
 
     from ...settings.contract import check_contract
@@ -186,7 +182,7 @@ def _settings(args: argparse.Namespace) -> Any:
     return settings
 
 
-def _prompts(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any], Any]:
+def _prompts(args: Options) -> tuple[list[dict[str, Any]], dict[str, Any], Any]:
     """The rows to sample from, the Arrow type of each of their columns, and what `datasets` knows of them beyond."""
     import datasets
     import pyarrow as pa
@@ -239,7 +235,7 @@ def _contents(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"dataset_rows": len(rows), "dataset_sha256": digest.hexdigest()}
 
 
-def _prompt_ids(args: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+def _prompt_ids(args: Options, rows: Sequence[Mapping[str, Any]]) -> list[list[int]]:
     """Token ids of every prompt, all before the first is sampled from: a capture must not stop at a row half-way."""
     from jinja2 import TemplateError
     from transformers import AutoConfig, AutoTokenizer
@@ -273,7 +269,7 @@ def _prompt_ids(args: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> 
     return prompts
 
 
-def _generator(args: argparse.Namespace, settings: Any) -> Any:
+def _generator(args: Options, settings: Any) -> Any:
     from ...engines.generators import CaptureRequest, TransformersGenerator, VLLMGenerator
 
     request = CaptureRequest(settings, args.num_generations, args.max_tokens, args.seed)
@@ -289,13 +285,10 @@ def _generator(args: argparse.Namespace, settings: Any) -> Any:
         return TransformersGenerator(args.model, request, args.dtype)
 
 
-@contextlib.contextmanager
-def _loading(failure: str, kinds: type[Exception] = Exception) -> Iterator[None]:
-    """What damaged files make a library raise, which is not limited to any types, becomes one message."""
-    try:
-        yield
-    except kinds as error:
-        if type(error).__module__.startswith("trl_support_replay."):
-            raise
-        first = (str(error).strip() or "no reason given").splitlines()[0]
-        raise CommandError(f"{failure}. {type(error).__name__}: {first}") from error
+def _loading(failure: str, kinds: type[Exception] = Exception) -> contextlib.AbstractContextManager[None]:
+    """What damaged files make a library raise becomes one message."""
+
+    def say(error: Exception) -> str:
+        return f"{failure}. {type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
+
+    return told(say, kinds)

@@ -6,65 +6,72 @@ Nothing in the file is run. Ends with exit status 1 when a setting would be refu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ._arguments import command_parser, mass, positive
+from ._arguments import mass, option, positive, read_options
 
 _MASSES = (0.9, 0.95, 0.99)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Print a verdict for each configuration in the file; 1 when something would be refused."""
-    parser = command_parser("check", __doc__, "trl-support-replay check train.py --kept-mass 0.9 --length 200")
-    parser.add_argument("file", type=Path, help="Python script, YAML for --config, or shell script with `trl grpo`")
-    parser.add_argument(
-        "--kept-mass",
-        "--kept_mass",
-        type=mass,
+@dataclass(kw_only=True)
+class Options:
+    file: Path = option("Python script, or YAML for --config", main=True, kind=Path)
+    kept_mass: Sequence[float] = option(
+        "probability that truncation keeps per token; what today's ratios are off by is computed for each (default: "
+        f"top_p, and those of {' '.join(map(str, _MASSES))} above it)",
+        (),
+        mass,
         nargs="+",
         metavar="MASS",
-        help="probability that truncation keeps per token; what today's ratios are off by is computed for each "
-        f"(default: {' '.join(map(str, _MASSES))})",
     )
-    parser.add_argument("--length", type=positive, help="tokens of a completion (default: max_completion_length)")
-    args = parser.parse_args(argv)
+    length: int | None = option("tokens of a completion (default: max_completion_length)", None, positive)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print a verdict for each configuration in the file; 1 when training would stop at a setting."""
+    example = "trl-support-replay check train.py --kept_mass 0.9 --length 200"
+    options = read_options(Options, argv, "check", __doc__, example)
 
     from ..migration.reading import read_settings
     from ..migration.verdict import judge
 
-    refused = False
-    for number, found in enumerate(read_settings(args.file)):
-        verdict = judge(found.values, found.algorithm)
-        refused |= bool(verdict.refused)
-        print(("" if number == 0 else "\n") + f"{found.where}: {_summary(verdict)}")
+    stops = False
+    for number, found in enumerate(read_settings(options.file)):
+        verdict = judge(found.args, found.algorithm)
+        stops |= bool(verdict.refused or found.misspelt)
+        print(("" if number == 0 else "\n") + f"{found.where}: {_summary(verdict, found.unread)}")
         for error in verdict.refused:
             print(f"  refused: {error}")
-        for name, close in verdict.misspelt.items():
-            print(f"  unknown: {name}. Did you mean {close}?")
-        for name, text in found.unknown.items():
+        for name, close in found.misspelt.items():
+            print(f"  unknown: there is no setting {name}." + (f" Did you mean {close}?" if close else ""))
+        for name, text in found.unread.items():
             print(f"  not read: {name}={text}, which only a run would tell")
         if verdict.sampling.truncates:
-            written = found.values.get("max_completion_length")
-            length = args.length or (written if isinstance(written, int) and written > 0 else 512)
-            for line in _ratios(verdict, _masses(args.kept_mass, verdict.sampling.top_p), length, found.moved):
+            length = options.length or found.args.max_completion_length or 512
+            for line in _ratios(verdict, _masses(options.kept_mass, verdict.sampling.top_p), length, found.moved):
                 print(f"  {line}")
             for line in _changes(found):
                 print(f"  {line}")
-    return 1 if refused else 0
+    return 1 if stops else 0
 
 
-def _summary(verdict: Any) -> str:
-    if not verdict.sampling.truncates and verdict.refused:
-        return "nothing is truncated, but scores over the whole vocabulary would be wrong by what is refused."
-    if not verdict.sampling.truncates:
-        return "nothing is truncated, so there is nothing to replay; training would be stock GRPO."
+def _summary(verdict: Any, unread: Any) -> str:
+    from ..migration.reading import SAMPLING
+
+    partly = any(name.rsplit(".", 1)[-1] in SAMPLING | {"**"} for name in unread)
+    known = "as far as it can be read without a run, " if partly else ""
+    if verdict.sampling.truncates and verdict.refused:
+        return f"{known}{verdict.sampling} can be replayed once the refused settings are changed."
+    if verdict.sampling.truncates:
+        return f"{known}{verdict.sampling} would be replayed."
     if verdict.refused:
-        return f"{verdict.sampling} would be replayed, but for what is refused."
-    return f"{verdict.sampling} would be replayed."
+        return f"{known}nothing is truncated, but training stops at the refused settings: they make its scores wrong."
+    return f"{known}nothing is truncated, so there is nothing to replay; training would be stock {verdict.algorithm}."
 
 
-def _masses(asked: Sequence[float] | None, top_p: float) -> Sequence[float]:
+def _masses(asked: Sequence[float], top_p: float) -> Sequence[float]:
     """What was asked for; else what `top_p` leaves, and what is usual above it."""
     if asked:
         return asked
@@ -73,8 +80,6 @@ def _masses(asked: Sequence[float] | None, top_p: float) -> Sequence[float]:
 
 def _ratios(verdict: Any, masses: Sequence[float], length: int, moved: bool) -> list[str]:
     """What the importance ratios are off by, now or, in a script that has moved over, without this package."""
-    from ..migration.verdict import sequence_factor
-
     when = "with TRL's own trainer" if moved else "today"
     if verdict.corrects is None:
         return [
@@ -90,10 +95,10 @@ def _ratios(verdict: Any, masses: Sequence[float], length: int, moved: bool) -> 
         if verdict.corrects == "token":
             lines.append(f"{when}, with {kept:g} of the mass kept: each token's ratio is multiplied by {kept:g}.")
         else:
-            factor = sequence_factor(kept, length)
+            # The sampler's log-probs run over the mass that is kept, the trainer's over everything.
             lines.append(
                 f"{when}, with {kept:g} of the mass kept: the ratio of a sequence of {length} tokens is multiplied by "
-                f"{kept:g}^{length} = {factor:.3g}."
+                f"{kept:g}^{length} = {kept**length:.3g}."
             )
     return lines
 
@@ -111,6 +116,6 @@ def _changes(found: Any) -> list[str]:
         )
     elif not (found.imports or found.moved):
         lines.append("run it with `trl-support-replay grpo` in the place of `trl grpo`.")
-    if found.values.get("use_vllm") and found.values.get("vllm_mode") == "server":
+    if found.args.use_vllm and found.args.vllm_mode == "server":
         lines.append("start the server with `trl-support-replay vllm-serve MODEL`, which carries supports.")
     return lines

@@ -7,20 +7,22 @@ then with stock TRL, the same steps on the same prompts. Ends with a table, a pi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
-from ._arguments import command_parser, positive
+from ._arguments import option, positive, read_options
+
+
+@dataclass(kw_only=True)
+class Options:
+    steps: int = option("optimizer steps of each variant", 20, positive)
+    output: str = option("folder for the results", "runs/demo")
+    models: str = option("folder for the model", "models")
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the demo; 130 when it was interrupted, with what was measured until then."""
-    parser = command_parser("demo", __doc__, "trl-support-replay demo --steps 3")
-    parser.add_argument(
-        "--steps", type=positive, default=20, help="optimizer steps of each variant (default: %(default)s)"
-    )
-    parser.add_argument("--output", default="runs/demo", help="folder for the results (default: %(default)s)")
-    parser.add_argument("--models", default="models", help="folder for the model (default: %(default)s)")
-    args = parser.parse_args(argv)
+    options = read_options(Options, argv, "demo", __doc__, "trl-support-replay demo --steps 3")
 
     from ..demo.run import run_demo
 
-    return run_demo(steps=args.steps, output=args.output, models=args.models)
+    return run_demo(**asdict(options))

@@ -5,20 +5,24 @@ Ends with exit status 1 when something is missing or out of range.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ...libraries.environment import EnvironmentReport, report
+from ._arguments import option, read_options
+
+
+@dataclass(kw_only=True)
+class Options:
+    json: bool = option("print the report as JSON", False, bool)
 
 
 def main(argv: Sequence[str]) -> int:
     """Print the report as tables, or as JSON; 1 when a version is out of range."""
-    parser = argparse.ArgumentParser(prog="trl-support-replay env", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    args = parser.parse_args(argv)
+    options = read_options(Options, argv, "env", __doc__, "trl-support-replay env --json")
     found = report()
-    if args.json:
+    if options.json:
         print(json.dumps(found.as_dict(), indent=2))
     else:
         _print(found)

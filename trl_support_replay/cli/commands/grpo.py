@@ -6,22 +6,18 @@ for example --accelerate_config, the training is started through accelerate.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import yaml
-from safetensors import SafetensorError
-
 from ...errors import CommandError
+from ..grpo_inputs import input_errors
 from ..main import run
 
-_SAID = (ValueError, TypeError, OSError, ImportError, SafetensorError)  # others say little by themselves
-
+_WHERE = "trl-support-replay --debug grpo ... shows where."
 _EXAMPLES = """
 examples:
   trl-support-replay grpo --model_name_or_path Qwen/Qwen3-0.6B --dataset_name trl-lib/DeepMath-103K \\
@@ -42,11 +38,11 @@ they come. Ctrl-C finishes the step, writes a checkpoint and stops; --resume_fro
 def main(argv: Sequence[str]) -> int:
     """Train in this process, or through accelerate when any of its options is given; or only plan."""
     argv = list(argv)
-    with _input_errors():
+    with input_errors(_WHERE):
         from ..grpo_inputs.arguments import launch_options
 
         options = launch_options(argv, __doc__ or "", _EXAMPLES)
-    if options.dry_run:
+    if options.arguments.dry_run:
         return _plan(argv, options.accelerate)
     # Under a launcher already, a recipe's own launch options have been overruled.
     if options.accelerate and "LOCAL_RANK" not in os.environ:
@@ -55,16 +51,16 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _plan(argv: Sequence[str], accelerate_options: Sequence[str]) -> int:
-    with _input_errors():
-        from ..planning import make_plan, show_plan
+    with input_errors(_WHERE):
+        from ..planning import make_plan
 
-        show_plan(make_plan(argv, accelerate_options))
+        make_plan(argv, accelerate_options).show()
     return 0
 
 
 def train(argv: Sequence[str]) -> int:
     """Train in this process; 130 when stopped by Ctrl-C, with checkpoint and metrics written."""
-    with _input_errors():
+    with input_errors(_WHERE):
         from ..grpo_inputs.arguments import parse
 
         script_args, training_args, model_args, mixture = parse(argv)
@@ -89,18 +85,6 @@ def train(argv: Sequence[str]) -> int:
     return 0
 
 
-@contextlib.contextmanager
-def _input_errors() -> Iterator[None]:
-    """Whatever goes wrong before training starts is about the input: say it without a traceback."""
-    try:
-        yield
-    except (*_SAID, LookupError, AttributeError, ArithmeticError, yaml.YAMLError) as error:
-        if type(error).__module__.startswith("trl_support_replay."):
-            raise
-        text = str(error) if isinstance(error, _SAID) else f"{type(error).__name__}: {error}"
-        raise CommandError(f"{text}\n(trl-support-replay --debug grpo ... shows where.)") from error
-
-
 def _launch(launch_options: Sequence[str], argv: Sequence[str]) -> int:
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -110,7 +94,7 @@ def _launch(launch_options: Sequence[str], argv: Sequence[str]) -> int:
     # Ctrl-C is for the workers, which stop in their own time; the launcher waits for them.
     previous = signal.signal(signal.SIGINT, lambda *_: None)
     try:
-        with _input_errors():
+        with input_errors(_WHERE):
             launch_command(launch_command_parser().parse_args(command))
     except SignalException:
         return 130

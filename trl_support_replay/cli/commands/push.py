@@ -6,21 +6,24 @@ Every trace is checked before anything is uploaded. The access token is the one 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ...errors import CommandError
-from ._arguments import command_parser
+from ._arguments import option, read_options
+
+
+@dataclass(kw_only=True)
+class Options:
+    traces: str = option("folder of shards", main=True)
+    repo: str = option("name of the dataset: user/name")
+    private: bool | None = option("make a new dataset private", None, bool)
+    revision: str | None = option("branch to commit to; the main one when it is left out", None)
 
 
 def main(argv: Sequence[str]) -> int:
     """Upload a folder of traces."""
-    parser = command_parser(
-        "push", __doc__, "trl-support-replay push --traces runs/traces --repo me/qwen3-traces --private"
-    )
-    parser.add_argument("--traces", required=True, help="folder of shards")
-    parser.add_argument("--repo", required=True, help="name of the dataset: user/name")
-    parser.add_argument("--private", action="store_true", default=None, help="make a new dataset private")
-    parser.add_argument("--revision", help="branch to commit to (default: the main one)")
-    args = parser.parse_args(argv)
+    example = "trl-support-replay push runs/traces --repo me/qwen3-traces --private"
+    args = read_options(Options, argv, "push", __doc__, example)
 
     import httpx
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled

@@ -9,13 +9,14 @@ and goes on where it was stopped.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ...errors import CommandError
-from ._arguments import add_scoring_options, command_parser
+from ._arguments import ScoringOptions, option, read_options
 
 _OF_MODEL = {
     "replayed_logprobs": "logprobs",
@@ -28,25 +29,23 @@ _ROUNDING = 1e-3  # nats
 _STEPS_LISTED = 6
 
 
+@dataclass(kw_only=True)
+class Options(ScoringOptions):
+    model: str = option("model to score with: a folder or a Hub name")
+    reference: str | None = option("second model, for reference_logprobs over the same supports", None)
+    output: str = option("folder for the scored shards")
+
+
 def main(argv: Sequence[str]) -> int:
     """Write a scored shard for each shard, and report how far the scores are from the recorded ones."""
-    parser = command_parser(
-        "score",
-        __doc__,
-        "trl-support-replay score --traces runs/traces --model Qwen/Qwen3-0.6B --output runs/scored",
-    )
-    parser.add_argument("--traces", required=True, help="folder of shards, Parquet file, or dataset saved to disk")
-    parser.add_argument("--model", required=True, help="model to score with: a folder or a Hub name")
-    parser.add_argument("--reference", help="second model, for reference_logprobs over the same supports")
-    parser.add_argument("--output", required=True, help="folder for the scored shards")
-    add_scoring_options(parser)
-    args = parser.parse_args(argv)
+    example = "trl-support-replay score runs/traces --model Qwen/Qwen3-0.6B --output runs/scored"
+    args = read_options(Options, argv, "score", __doc__, example)
 
     import pyarrow as pa
     from rich.progress import Progress
 
     from ...analysis.audit.token_scores import RecordedTokens, TokenScorer, routes_for
-    from ...analysis.trace_scores import check_fits, load_model
+    from ...analysis.models import check_fits, load_model
     from ...traces.reading import read_parquet, trace_tables, traces_of
     from ...traces.record import FolderRecord, fingerprint
     from ...traces.shards import ShardFolder, write_whole
@@ -81,10 +80,10 @@ def main(argv: Sequence[str]) -> int:
                 _same_tokens(table, target, source / name)
             else:
                 _check_columns(table, name)
-                for option, model in zip(options, models, strict=True):
-                    check_fits(traces, model, f"--{option}")
+                for option, (model, config) in zip(options, models, strict=True):
+                    check_fits(traces, model, config, f"--{option}")
                 if temperature not in scorers:
-                    scorers[temperature] = [TokenScorer(model, temperature, args.batch_size) for model in models]
+                    scorers[temperature] = [TokenScorer(model, temperature, args.batch_size) for model, _ in models]
                 tokens = RecordedTokens.of(traces, unsupported=True)
                 for option, scorer in zip(options, scorers[temperature], strict=True):
                     replay, sentence = routes_for(traces, scorer.model)
@@ -121,7 +120,10 @@ def _report(gap: np.ndarray, step: np.ndarray) -> None:
         return
     found = np.unique(step)
     if len(found) == 1:
-        print("The model that scored is not the one that sampled, or not in the same precision.")
+        print(
+            "That is more than rounding: other weights than those that sampled, another precision, or a fault. "
+            "`trl-support-replay audit` looks for the cause."
+        )
         return
     listed = ", ".join(f"{s}: {gap[step == s].mean():.2e}" for s in found[:_STEPS_LISTED].tolist())
     more = f", and {len(found) - _STEPS_LISTED} more" if len(found) > _STEPS_LISTED else ""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 Step = Mapping[str, Any]
+"""What a step logged, by name."""
+RATIO, GAP = "sampling/importance_sampling_ratio_raw/mean", "support/logprob_gap_mean"
 _LABELS = {
     "importance_ratio_mean": "importance ratio, mean",
     "importance_ratio_outside_10pct": "ratios outside 0.9 to 1.1",
@@ -23,29 +25,27 @@ _LABELS = {
 
 
 def summarize(steps: Sequence[Step]) -> dict[str, float | None]:
-    """Figures of one variant over its steps; all `None` when it has none.
+    """Figures of one variant over the metrics that it logged in each step.
 
-    `reward_first` and `reward_last` are means over the first and last quarter of the steps. What a variant does not
-    record (stock training has no supports) is `None`.
+    `reward_first` and `reward_last` are means over the first and last quarter of the steps. What was not measured is
+    `None`, as supports are in stock training.
     """
-    if not steps:
-        return dict.fromkeys(_LABELS)
     quarter = max(1, len(steps) // 4)
 
-    def mean(name: str) -> float | None:
-        values = [step[name] for step in steps if step[name] is not None]
-        return statistics.fmean(values) if values else None
+    def of(reduce: Callable[[list[float]], float], name: str, chosen: Sequence[Step] = steps) -> float | None:
+        values = [step[name] for step in chosen if step.get(name) is not None]
+        return reduce(values) if values else None
 
     return {
-        "importance_ratio_mean": mean("importance_ratio_mean"),
-        "importance_ratio_outside_10pct": mean("importance_ratio_outside_10pct"),
-        "logprob_gap_mean": mean("logprob_gap_mean"),
-        "logprob_gap_max": max(step["logprob_gap_max"] for step in steps),
-        "reward_first": statistics.fmean(step["reward"] for step in steps[:quarter]),
-        "reward_last": statistics.fmean(step["reward"] for step in steps[-quarter:]),
-        "step_seconds_median": statistics.median(step["step_seconds"] for step in steps),
-        "support_size_mean": mean("support_size_mean"),
-        "singleton_fraction": mean("singleton_fraction"),
+        "importance_ratio_mean": of(fmean, RATIO),
+        "importance_ratio_outside_10pct": of(fmean, "sampling/outside_10pct"),
+        "logprob_gap_mean": of(fmean, GAP),
+        "logprob_gap_max": of(max, "support/logprob_gap_max"),
+        "reward_first": of(fmean, "reward", steps[:quarter]),
+        "reward_last": of(fmean, "reward", steps[-quarter:]),
+        "step_seconds_median": of(median, "step_time"),
+        "support_size_mean": of(fmean, "support/size_mean"),
+        "singleton_fraction": of(fmean, "support/singleton_fraction"),
     }
 
 
@@ -88,8 +88,8 @@ def plot(path: Path, steps: Mapping[str, Sequence[Step]]) -> None:
     import matplotlib.pyplot as plt
 
     panels = [
-        ("importance_ratio_mean", "sequence importance ratio (1 is unbiased)", "linear"),
-        ("logprob_gap_mean", "mean log-prob gap per token (nats)", "log"),
+        (RATIO, "sequence importance ratio (1 is unbiased)", "linear"),
+        (GAP, "mean log-prob gap per token (nats)", "log"),
         ("reward", "mean reward", "linear"),
     ]
     figure, axes = plt.subplots(1, len(panels), figsize=(13, 3.8), layout="constrained")

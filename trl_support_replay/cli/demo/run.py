@@ -8,7 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from ...libraries.environment import check_supported, report
 from ...settings.preflight import check_output_dir
 from .model import fetch_smollm2
-from .report import plot, print_table, write_summary
+from .report import GAP, RATIO, plot, print_table, write_summary
 from .settings import SETTINGS
 
 _TITLES = {"replay": "with support replay", "stock": "stock TRL"}
@@ -82,28 +83,23 @@ def run_demo(steps: int = 20, output: str | os.PathLike[str] = "runs/demo", mode
 def _train(variant: str, model: Path, steps: int, folder: Path, rows: list[dict[str, Any]]) -> None:
     command = [sys.executable, "-m", "trl_support_replay.cli.demo.variant", variant, "--model", str(model)]
     command += ["--steps", str(steps), "--output", str(folder / variant)]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "PYTHONUNBUFFERED": "1"}
-    log = folder / f"{variant}.log"
-    with open(log, "w") as file, _progress(_TITLES[variant], steps) as show:
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+    log, metrics = folder / f"{variant}.log", folder / variant / "metrics.jsonl"
+    metrics.unlink(missing_ok=True)
+    with open(log, "w") as file:
         # A session of its own: Ctrl-C reaches this process alone, which then stops the variant and reports.
         process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=file,
-            text=True,
-            errors="replace",
-            env=environment,
-            start_new_session=True,
+            command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
-        assert process.stdout is not None
         try:
-            for line in process.stdout:
-                if line.startswith("@step "):
-                    rows.append(json.loads(line.removeprefix("@step ")))
-                    show(rows[-1])
-                else:
-                    file.write(line)
-            code = process.wait()
+            code = None
+            while code is None:
+                code = process.poll()  # before the last look at what was logged
+                for row in _logged(metrics)[len(rows) :]:
+                    rows.append(row)
+                    figures = f"ratio {row[RATIO]:.3f}  gap {row[GAP]:.1e}  reward {row['reward']:.2f}"
+                    print(f"{_TITLES[variant]}: step {row['step']} of {steps}  {figures}", flush=True)
+                time.sleep(0.2)
         finally:
             # Also the engine's own processes, and also when the variant has ended.
             with contextlib.suppress(ProcessLookupError):
@@ -114,29 +110,11 @@ def _train(variant: str, model: Path, steps: int, folder: Path, rows: list[dict[
         raise DemoError(f"The variant '{variant}' failed with exit status {code}; the end of {log}:\n{tail}")
 
 
-@contextlib.contextmanager
-def _progress(title: str, steps: int) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A bar on a terminal, else a line a step; yields what is to be called with each step's figures."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    def figures(row: dict[str, Any]) -> str:
-        ratio, gap = row["importance_ratio_mean"], row["logprob_gap_mean"]
-        return f"ratio {ratio:.3f}  gap {gap:.1e}  reward {row['reward']:.2f}"
-
-    if not Console().is_terminal:
-        yield lambda row: print(f"{title}: step {row['step']} of {steps}  {figures(row)}", flush=True)
-        return
-    columns = (
-        TextColumn("{task.description:<19}"),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[figures]}"),
-    )
-    with Progress(*columns) as progress:
-        task = progress.add_task(title, total=steps, figures="starting the engine")
-        yield lambda row: progress.update(task, completed=row["step"], figures=figures(row))
+def _logged(metrics: Path) -> list[dict[str, Any]]:
+    """What each step has logged so far; a line that is being written is left for the next look."""
+    lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [row for row in rows if "reward" in row]
 
 
 @contextlib.contextmanager

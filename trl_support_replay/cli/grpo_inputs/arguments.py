@@ -21,7 +21,7 @@ PROG = "trl-support-replay grpo"
 
 @dataclass
 class ReplayScriptArguments(GRPOScriptArguments):
-    """What TRL's `grpo` script takes, and what its users otherwise write a script for.
+    """What TRL's `grpo` script takes, and options for what would otherwise need a script.
 
     Attributes:
         dataset_map: name or dotted path of a function from a dataset's row to one with `prompt`; see `datasets`.
@@ -33,22 +33,22 @@ class ReplayScriptArguments(GRPOScriptArguments):
     dataset_map: str | None = field(
         default=None,
         metadata={
-            "help": "What makes rows with a `prompt`, and what the rewards need, of the dataset's own: `gsm8k`, or the "
-            "dotted import path of a function from row to row."
+            "help": "Function that makes a row with a `prompt`, and the columns that the rewards need, of a row of the "
+            "dataset: `gsm8k`, or the dotted import path of a function of yours."
         },
     )
     tools: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Dotted import paths of functions that the model may call. Their type hints and docstrings "
-            "are what it is told of them."
+            "help": "Dotted import paths of functions that the model may call. The model is shown their type hints and "
+            "docstrings."
         },
     )
     dry_run: bool = field(
         default=False,
         metadata={
-            "help": "Resolve every setting, check the contract, estimate the memory of each device, print the plan "
-            "and exit. Loads no weights and no data."
+            "help": "Resolve every setting, refuse what cannot be replayed, estimate memory roughly, "
+            "print the plan and exit. Loads no weights and no data."
         },
     )
     device_memory: float | None = field(
@@ -61,11 +61,11 @@ class LaunchOptions(NamedTuple):
     """What has to be known before a configuration can be made.
 
     Attributes:
-        dry_run: plan, and do not train.
+        arguments: every argument of the command, as it was given; the configurations are not made yet.
         accelerate: arguments for `accelerate launch`; empty when training runs in this process.
     """
 
-    dry_run: bool
+    arguments: argparse.Namespace
     accelerate: list[str]
 
 
@@ -84,10 +84,10 @@ class _LaunchParser(_Parser):
 
     def parse_args_into_dataclasses(self, args: Any = None, *_: Any, **__: Any) -> tuple[Any, ...]:  # type: ignore[override]
         namespace, left_over = self.parse_known_args(args)
-        return namespace.dry_run, left_over
+        return namespace, left_over
 
 
-def launch_options(argv: Sequence[str], description: str, epilog: str) -> LaunchOptions:
+def launch_options(argv: Sequence[str], description: str = "", epilog: str = "") -> LaunchOptions:
     """Tell apart what is for `accelerate launch`, from the command line and the `--config` file.
 
     Args:
@@ -105,9 +105,9 @@ def launch_options(argv: Sequence[str], description: str, epilog: str) -> Launch
         epilog=epilog,
         formatter_class=_HelpFormatter,
     )
-    dry_run, left_over = parser.parse_args_and_config(list(argv), return_remaining_strings=True)
+    arguments, left_over = parser.parse_args_and_config(list(argv), return_remaining_strings=True)
     _check_options(left_over, parser)
-    return LaunchOptions(dry_run, resolve_accelerate_config_argument(left_over))
+    return LaunchOptions(arguments, resolve_accelerate_config_argument(left_over))
 
 
 def parse(argv: Sequence[str], config_class: type = SupportReplayGRPOConfig) -> tuple[Any, Any, Any, Any]:

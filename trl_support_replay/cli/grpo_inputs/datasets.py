@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ...errors import CommandError
+from ...errors import CommandError, told
 
 _GSM8K_TASK = "Reason step by step, and put the final answer within \\boxed{}."
 
@@ -37,25 +37,20 @@ def gsm8k(row: dict[str, Any]) -> dict[str, Any]:
 DATASET_MAPS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {"gsm8k": gsm8k}
 
 
-@contextlib.contextmanager
-def reading(what: str) -> Iterator[None]:
+def reading(what: str) -> contextlib.AbstractContextManager[None]:
     """Whatever goes wrong when a dataset is read becomes one message that names it.
 
     Args:
         what: the option and its value.
 
     Raises:
-        CommandError: instead of whatever was raised; errors of this package pass.
+        CommandError: in the place of the error.
     """
-    try:
-        yield
-    except Exception as error:  # what readers raise at damaged bytes is not limited to any types
-        if type(error).__module__.startswith("trl_support_replay."):
-            raise
-        if isinstance(error, StopIteration):  # how datasets fails at an empty file
-            raise CommandError(f"{what} cannot be read: it is empty.") from error
-        # What is wrong with a file is in the cause: the error itself names only the generator.
-        raise CommandError(f"{what} cannot be read: {error.__cause__ or error}") from error
+    # `datasets` fails with StopIteration at an empty file. Else what is wrong with a file is in the cause: the error
+    # itself names only the generator.
+    return told(
+        lambda e: f"{what} cannot be read: {'it is empty.' if isinstance(e, StopIteration) else e.__cause__ or e}"
+    )
 
 
 def load_splits(script_args: Any, mixture: Any) -> tuple[Any, str]:

@@ -1,27 +1,27 @@
-"""Finds GRPO and RLOO settings in Python scripts, YAML files and command lines; nothing is run."""
+"""Finds GRPO and RLOO settings in Python scripts and YAML files; nothing is run."""
 
 from __future__ import annotations
 
 import ast
 import contextlib
-import json
-import re
-import shlex
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+import dataclasses
+import difflib
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import yaml
+from ...errors import CommandError
+from ...settings.config import SupportReplayGRPOConfig, SupportReplayRLOOConfig
+from ..grpo_inputs import input_errors
 
 # TRL's classes, and those that take their place.
 _OURS = {f"{name}{kind}": f"SupportReplay{name}{kind}" for name in ("GRPO", "RLOO") for kind in ("Config", "Trainer")}
-_CONFIGS = tuple(name for pair in _OURS.items() for name in pair if name.endswith("Config"))
-_COMMANDS = ("trl", "trl-support-replay")
-
-
-class SourceError(ValueError):
-    """A file that cannot be read, or holds no such settings."""
+# Without these it is not known whether something is truncated.
+SAMPLING = {"top_k", "top_p", "min_p", "generation_kwargs", "use_vllm"}
+_CONFIGS = [name for pair in _OURS.items() for name in pair if name.endswith("Config")]
 
 
 @dataclass(frozen=True)
@@ -30,16 +30,18 @@ class FoundSettings:
 
     Attributes:
         where: file and line.
-        values: those whose value is written down.
-        unknown: name to source text of those that only a run would tell.
+        args: every setting: as written, or else its default.
+        unread: name to source text of those that only a run would tell.
+        misspelt: names that no configuration has, with the nearest that it has, or "".
         algorithm: "GRPO" or "RLOO".
         imports: lines that import TRL's classes, as `(line number, text)`.
-        moved: whether it is a configuration, or a command line, of this package already.
+        moved: whether it is a configuration of this package already.
     """
 
     where: str
-    values: dict[str, Any]
-    unknown: dict[str, str] = field(default_factory=dict)
+    args: Any
+    unread: Mapping[str, str] = field(default_factory=dict)
+    misspelt: Mapping[str, str] = field(default_factory=dict)
     algorithm: str = "GRPO"
     imports: tuple[tuple[int, str], ...] = ()
     moved: bool = False
@@ -49,31 +51,28 @@ def read_settings(path: Path) -> list[FoundSettings]:
     """Every GRPO or RLOO configuration in a file.
 
     Args:
-        path: a Python script, a YAML file for `trl grpo --config`, or a shell script that calls `trl grpo`.
+        path: a Python script, or a YAML file for `trl grpo --config`.
 
     Raises:
-        SourceError: another kind of file, one that does not parse, or one without such settings.
+        CommandError: another kind of file, one that does not parse, or one without such settings.
     """
-    text = _text(path)
-    if path.suffix == ".py":
-        found = _from_python(text, path.name)
-    elif path.suffix in (".yaml", ".yml"):
-        found = [_from_yaml(text, path)]
-    elif path.suffix == ".sh":
-        found = list(_from_shell(text, path))
-    else:
-        raise SourceError(f"{path} is neither Python (.py), YAML (.yaml, .yml) nor a shell script (.sh).")
-    if not found:
-        what = "makes no GRPOConfig or RLOOConfig" if path.suffix == ".py" else "calls no `trl grpo`"
-        raise SourceError(f"{path} {what}.")
-    return found
+    if path.suffix in (".yaml", ".yml"):
+        from ..grpo_inputs.arguments import launch_options
 
-
-def _text(path: Path) -> str:
+        with input_errors(f"{path} is read as `trl-support-replay grpo --config {path}` would be."):
+            return [FoundSettings(path.name, launch_options(["--config", str(path)]).arguments)]
+    if path.suffix != ".py":
+        raise CommandError(
+            f"{path} is neither Python (.py) nor YAML (.yaml, .yml). To check a command line, run it as "
+            "`trl-support-replay grpo ... --dry_run true`."
+        )
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SourceError(f"{path} cannot be read: {error}.") from error
+        found = _from_python(ast.parse(path.read_text(encoding="utf-8")), path.name)
+    except (OSError, SyntaxError, ValueError) as error:
+        raise CommandError(f"{path} cannot be read as Python: {error}.") from error
+    if not found:
+        raise CommandError(f"{path} makes no GRPOConfig or RLOOConfig.")
+    return found
 
 
 def replaced_import(text: str) -> str:
@@ -90,170 +89,99 @@ def replaced_import(text: str) -> str:
     return "; ".join([*kept, f"from trl_support_replay import {', '.join(parts)}"])
 
 
-def _from_yaml(text: str, path: Path) -> FoundSettings:
-    try:
-        values = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:  # the latter of a day that no month has
-        raise SourceError(f"{path} is not YAML: {error}.") from error
-    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
-        raise SourceError(f"{path} holds no settings: a mapping of names to values is needed.")
-    return FoundSettings(path.name, {name: _parsed(value) for name, value in values.items()})
-
-
-def _from_shell(text: str, path: Path) -> Iterator[FoundSettings]:
-    joined = re.sub(r"\\\n", " ", text)
-    for line in joined.splitlines():
-        if not re.search(r"\bgrpo\b", line):
-            continue  # whatever it is, quotes over several lines among it
-        try:
-            words = _words(line)
-        except ValueError as error:
-            raise SourceError(f"{path}: {line.strip()!r} does not parse: {error}.") from error
-        at = next((i for i, word in enumerate(words) if word.rsplit("/", 1)[-1] in _COMMANDS), None)
-        if at is not None and words[at + 1 : at + 2] == ["grpo"]:
-            found = _from_arguments(words[at + 2 :], path)
-            yield replace(found, moved=words[at].endswith(_COMMANDS[1]))
-
-
-def _words(line: str) -> list[str]:
-    """The words of a line up to the first `grpo` command's end: a redirection, a pipe or another command.
-
-    Raises:
-        ValueError: an open quotation.
-    """
-    lexer = shlex.shlex(line, posix=True, punctuation_chars="();<>|&")
-    lexer.whitespace_split = True
-    words: list[str] = []
-    for word in lexer:
-        if not set(word) <= set("();<>|&"):
-            words.append(word)
-        elif "grpo" in words:
-            redirected = word[0] in "<>" and words[-1] in ("0", "1", "2")
-            return words[:-1] if redirected else words
-        else:
-            words = []  # of another command
-    return words
-
-
-def _from_arguments(words: list[str], path: Path) -> FoundSettings:
-    values: dict[str, Any] = {}
-    name: str | None = None
-    for word in words:
-        if word.startswith("--"):
-            name, _, value = word[2:].replace("-", "_").partition("=")
-            values[name] = _parsed(word.partition("=")[2]) if value else True
-        elif name is not None:
-            values[name] = _parsed(word) if values[name] is True else f"{values[name]} {word}"
-    if isinstance(config := values.pop("config", None), str):
-        # Beside the script, or where it is run from.
-        place = next((p for p in (path.parent / config, Path(config)) if p.is_file()), None)
-        if place is None:
-            raise SourceError(f"{path}: --config {config} is neither beside the script nor in the current folder.")
-        values = _from_yaml(_text(place), place).values | values
-    unknown = {k: v for k, v in values.items() if isinstance(v, str) and "$" in v}
-    return FoundSettings(path.name, {k: v for k, v in values.items() if k not in unknown}, unknown)
-
-
-def _parsed(value: Any) -> Any:
-    """A value as the command line's parser takes it: numbers, truth values and JSON mappings written as text."""
-    if not isinstance(value, str):
-        return value
-    if value.strip().startswith("{"):
-        try:
-            return json.loads(value)
-        except ValueError:
-            return value
-    for kind in (int, float):  # YAML takes 1e-2 for text
-        with contextlib.suppress(ValueError):
-            return kind(value)
-    return {"true": True, "yes": True, "false": False, "no": False}.get(value.lower(), value)
-
-
-def _from_python(text: str, name: str) -> list[FoundSettings]:
-    try:
-        tree = ast.parse(text)
-    except SyntaxError as error:
-        raise SourceError(f"{name} is not Python: {error}.") from error
+def _from_python(tree: ast.Module, name: str) -> list[FoundSettings]:
+    nodes = list(ast.walk(tree))
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
     aliases = {n: n for n in _CONFIGS}
-    imports = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom):
-            if any(part.name in _OURS for part in node.names):
-                imports.append((node.lineno, ast.unparse(node)))
-            aliases |= {part.asname: part.name for part in node.names if part.asname and part.name in _CONFIGS}
-    names = _literal_names(tree)
+    aliases |= {p.asname: p.name for node in imports for p in node.names if p.asname and p.name in _CONFIGS}
+    lines = tuple((n.lineno, ast.unparse(n)) for n in imports if any(part.name in _OURS for part in n.names))
+    literals = _Literals(nodes)
     found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and _called(node.func) in aliases:
-            values, unknown = _keywords(node, names)
-            config = aliases[_called(node.func)]
-            algorithm, moved = "RLOO" if "RLOO" in config else "GRPO", config in _OURS.values()
-            found.append(FoundSettings(f"{name}:{node.lineno}", values, unknown, algorithm, tuple(imports), moved))
+    for call in nodes:
+        if not isinstance(call, ast.Call) or (config := aliases.get(_called(call))) is None:
+            continue
+        values, unread = literals.keywords(call)
+        algorithm = "RLOO" if "RLOO" in config else "GRPO"
+        args = _defaults(SupportReplayRLOOConfig if algorithm == "RLOO" else SupportReplayGRPOConfig)
+        names = vars(args).keys()
+        misspelt = {n: next(iter(difflib.get_close_matches(n, names, 1)), "") for n in values if n not in names}
+        vars(args).update({n: value for n, value in values.items() if n not in misspelt})
+        # Of whatever object: it may be this configuration.
+        unread |= {
+            ast.unparse(target): ast.unparse(node.value)
+            for node in nodes
+            if isinstance(node, ast.Assign)
+            for target in node.targets
+            if isinstance(target, ast.Attribute) and target.attr in SAMPLING
+        }
+        moved = config in _OURS.values()
+        found.append(FoundSettings(f"{name}:{call.lineno}", args, unread, misspelt, algorithm, lines, moved))
     return found
 
 
-def _called(function: ast.expr) -> str:
-    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+def _called(call: ast.Call) -> str:
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
 
 
-def _literal_names(tree: ast.Module) -> dict[str, Any]:
-    """Names that are assigned once, to a literal."""
-    assigned: dict[str, list[ast.expr]] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign):
-            for target in node.targets:
-                if isinstance(target, ast.Name):
-                    assigned.setdefault(target.id, []).append(node.value)
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
-            assigned.setdefault(node.target.id, []).append(node.value)
-        elif isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
-            assigned.setdefault(node.target.id, []).extend([node.value, node.value])
-    known: dict[str, Any] = {}
-    for name, expressions in assigned.items():
-        if len(expressions) == 1:
+def _defaults(config: type) -> SimpleNamespace:
+    described: Any = config
+    return SimpleNamespace(
+        **{
+            f.name: f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
+            for f in dataclasses.fields(described)
+        }
+    )
+
+
+def _bound_name(node: ast.AST) -> str | None:
+    """The name that is given a value here, by an assignment, a loop, a function's parameter or an import."""
+    if isinstance(node, ast.Name):
+        return None if isinstance(node.ctx, ast.Load) else node.id
+    if isinstance(node, ast.alias):
+        return node.asname or node.name
+    return node.arg if isinstance(node, ast.arg) else None
+
+
+class _Literals(ast.NodeTransformer):
+    """Values that are written down: literals, names that a script gives one value only, and `dict(...)` of them."""
+
+    def __init__(self, nodes: list[ast.AST]):
+        self._known: dict[str, Any] = {}
+        bound, known = Counter(map(_bound_name, nodes)), {}
+        for node in nodes:
+            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                    if isinstance(target, ast.Name) and bound[target.id] == 1:
+                        with contextlib.suppress(ValueError, TypeError):
+                            known[target.id] = self.value(node.value)
+        self._known = known
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(self._known[node.id]) if node.id in self._known else node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        if _called(node) != "dict" or node.args:
+            return node
+        keys: list[ast.expr | None] = [ast.Constant(keyword.arg) if keyword.arg else None for keyword in node.keywords]
+        return self.visit(ast.Dict(keys, [keyword.value for keyword in node.keywords]))
+
+    def value(self, node: ast.expr) -> Any:
+        """What an expression comes to.
+
+        Raises:
+            ValueError, TypeError: only a run would tell.
+        """
+        return ast.literal_eval(self.visit(ast.parse(ast.unparse(node), mode="eval").body))
+
+    def keywords(self, call: ast.Call) -> tuple[dict[str, Any], dict[str, str]]:
+        """Values of a call's keywords, and the source text of those that only a run would tell."""
+        values: dict[str, Any] = {}
+        unread: dict[str, str] = {}
+        for keyword in call.keywords:
             try:
-                known[name] = _literal(expressions[0], {})
+                value = self.value(keyword.value)
             except (ValueError, TypeError):
+                unread[keyword.arg or "**"] = ast.unparse(keyword.value)
                 continue
-    return known
-
-
-def _keywords(call: ast.Call, names: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    values: dict[str, Any] = {}
-    unknown: dict[str, str] = {}
-    for keyword in call.keywords:
-        try:
-            value = _literal(keyword.value, names)
-        except (ValueError, TypeError):  # the latter of a key that cannot be one
-            unknown[keyword.arg or "**"] = ast.unparse(keyword.value)
-            continue
-        if keyword.arg is not None:
-            values[keyword.arg] = value
-        elif isinstance(value, dict):
-            values |= {str(name): item for name, item in value.items()}
-    return values, unknown
-
-
-def _items(node: ast.Dict) -> Iterator[tuple[ast.expr, ast.expr]]:
-    for key, value in zip(node.keys, node.values, strict=True):
-        if key is None:
-            raise ValueError("another mapping is merged in")
-        yield key, value
-
-
-def _literal(node: ast.expr, names: Mapping[str, Any]) -> Any:
-    """The value of an expression made of literals, known names, lists and mappings.
-
-    Raises:
-        ValueError: it is made of something else.
-    """
-    if isinstance(node, ast.Name) and node.id in names:
-        return names[node.id]
-    if isinstance(node, ast.Dict):
-        return {_literal(key, names): _literal(value, names) for key, value in _items(node)}
-    if isinstance(node, ast.List | ast.Tuple):
-        items = [_literal(item, names) for item in node.elts]
-        return tuple(items) if isinstance(node, ast.Tuple) else items
-    if isinstance(node, ast.Call) and _called(node.func) == "dict" and not node.args:
-        return {k.arg: _literal(k.value, names) for k in node.keywords}
-    return ast.literal_eval(node)
+            values |= {keyword.arg: value} if keyword.arg else {str(name): item for name, item in dict(value).items()}
+        return values, unread

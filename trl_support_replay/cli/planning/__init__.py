@@ -1,6 +1,5 @@
 """What a run would do and need, found out without weights, data or network: `grpo --dry_run`."""
 
 from .plan import Plan, make_plan
-from .show import show_plan
 
-__all__ = ["Plan", "make_plan", "show_plan"]
+__all__ = ["Plan", "make_plan"]

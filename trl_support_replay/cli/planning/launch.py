@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accelerate.commands.config.config_args import load_config_from_file
-from accelerate.commands.launch import launch_command_parser
-from accelerate.utils import DistributedType
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
 
 @dataclass(frozen=True)
@@ -54,66 +52,51 @@ class Launch:
         """
         if not options:
             return cls()
-        args = launch_command_parser().parse_args([*options, "script"])
-        config: Any = load_config_from_file(args.config_file) if args.config_file else None
-        kind = getattr(config, "distributed_type", DistributedType.NO)
-        processes = args.num_processes or getattr(config, "num_processes", 1) or 1
-        parallel = getattr(config, "parallelism_config", None) or {}
-        tensor = int(parallel.get("parallelism_config_tp_size", args.parallelism_config_tp_size) or 1)
-        common: dict[str, Any] = {
-            "processes": processes,
-            "tensor_parallel": tensor,
-            "mixed_precision": args.mixed_precision or getattr(config, "mixed_precision", None) or "no",
-        }
-        if args.use_deepspeed or kind == DistributedType.DEEPSPEED:
-            return cls(**common, **_deepspeed(args, getattr(config, "deepspeed_config", None) or {}))
-        if args.use_fsdp or kind == DistributedType.FSDP:
-            return cls(**common, **_fsdp(args, getattr(config, "fsdp_config", None) or {}))
-        if kind in (DistributedType.MEGATRON_LM, DistributedType.XLA):
-            raise ValueError(f"{args.config_file}: distributed_type {kind.value} cannot be planned.")
-        if tensor > 1:
-            return cls(**common, method="tensor parallel")
-        return cls(**common, method="DDP" if processes > 1 else "one process")
+        args, _, _ = _validate_launch_command(launch_command_parser().parse_args([*options, "script"]))
+        if args.tpu or args.use_megatron_lm:
+            raise ValueError(f"accelerate launch {' '.join(options)}: TPUs and Megatron-LM cannot be planned.")
+        processes, tensor = int(args.num_processes or 1), int(args.parallelism_config_tp_size or 1)
+        method = "tensor parallel" if tensor > 1 else "DDP" if processes > 1 else "one process"
+        found: dict[str, Any] = {"method": method}
+        if args.use_deepspeed:
+            found = _deepspeed(args)
+        elif args.use_fsdp:
+            found = _fsdp(args)
+        return cls(processes=processes, tensor_parallel=tensor, mixed_precision=args.mixed_precision, **found)
 
 
-def _deepspeed(args: Any, found: dict[str, Any]) -> dict[str, Any]:
-    path = args.deepspeed_config_file or found.get("deepspeed_config_file")
-    zero: dict[str, Any] = _json(path).get("zero_optimization", {}) if path else {}
-    stage = int(zero.get("stage", args.zero_stage or found.get("zero_stage", 2)))
-
-    def offloads(what: str) -> bool:
-        device = zero.get(f"offload_{what}", {}).get("device")
-        device = device or getattr(args, f"offload_{what}_device") or found.get(f"offload_{what}_device")
-        return (device or "none") != "none"
-
+def _deepspeed(args: Any) -> dict[str, Any]:
+    zero: dict[str, Any] = {}
+    if path := args.deepspeed_config_file:
+        try:
+            zero = dict(json.loads(Path(path).read_text(encoding="utf-8"))).get("zero_optimization", {})
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"deepspeed_config_file {path} is not a JSON object: {error}.") from error
+    stage = int(zero.get("stage", args.zero_stage or 2))
+    offloads = {
+        what: (zero.get(f"offload_{what}", {}).get("device") or getattr(args, f"offload_{what}_device") or "none")
+        for what in ("optimizer", "param")
+    }
     return {
         "method": f"ZeRO-{stage}",
         "shards_optimizer": stage >= 1,
         "shards_gradients": stage >= 2,
         "shards_weights": stage >= 3,
-        "offloads_optimizer": offloads("optimizer"),
-        "offloads_weights": stage >= 3 and offloads("param"),
+        "offloads_optimizer": offloads["optimizer"] != "none",
+        "offloads_weights": stage >= 3 and offloads["param"] != "none",
     }
 
 
-def _json(path: str) -> dict[str, Any]:
-    try:
-        return dict(json.loads(Path(path).read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"deepspeed_config_file {path} is not a JSON object: {error}.") from error
-
-
-def _fsdp(args: Any, found: dict[str, Any]) -> dict[str, Any]:
-    version = int(found.get("fsdp_version", args.fsdp_version))
-    reshard = str(found.get("fsdp_reshard_after_forward", args.fsdp_reshard_after_forward)).upper()
+def _fsdp(args: Any) -> dict[str, Any]:
+    version = int(args.fsdp_version)
+    reshard = str(args.fsdp_reshard_after_forward).upper()
     whole = reshard in ("FALSE", "NO_SHARD")
-    only_gradients = reshard == "SHARD_GRAD_OP" or (version == 2 and whole)
-    offload = str(found.get("fsdp_offload_params", args.fsdp_offload_params)).lower() == "true"
+    offload = str(args.fsdp_offload_params).lower() == "true"
     return {
         "method": f"FSDP{version}",
-        "shards_optimizer": not (version == 1 and whole),
-        "shards_gradients": not (version == 1 and whole),
-        "shards_weights": not (whole or only_gradients),
+        "shards_optimizer": version == 2 or not whole,
+        "shards_gradients": version == 2 or not whole,
+        "shards_weights": not whole and reshard != "SHARD_GRAD_OP",
         "offloads_optimizer": offload,
         "offloads_weights": offload,
     }

@@ -1,14 +1,13 @@
-"""Memory of one device, term by term.
+"""Memory of one device, term by term: rough, to tell what fits from what does not.
 
 With P parameters of which P_t are trained, n processes, b completions a micro-batch, s tokens in each (prompt and
-completion), h hidden size, L layers, and the bytes w of a weight, g of a gradient, o of the optimizer's state for a
-parameter, and e of an activation:
+completion), hidden size h, L layers, a vocabulary of V, and e bytes for an activation:
 
     weights      w P            / n with ZeRO-3 or FSDP, and then two gathered units of e bytes per parameter besides
     gradients    g P_t          / n from ZeRO-2 on, and with FSDP
-    optimizer    o P_t          / n from ZeRO-1 on, and with FSDP
+    optimizer    o P_t          / n from ZeRO-1 on, and with FSDP; as Adam keeps it, which is the most
     reference    w P            when beta > 0 and there is no adapter, / n as the weights
-    activations  b s e h L      with gradient checkpointing, and one layer's a(e) b s; without it, L of those
+    activations  b s e h L      with gradient checkpointing, and one layer's e a b s; without it, L of those
     scoring      b s h 8        the hidden states and their gradient in float32, and
                  4 h min(V, b c K)   the gradient of the candidates' rows, c tokens a completion with supports of K
     engine       a colocated vLLM takes the part of the device that it is given; nothing in server mode
@@ -17,24 +16,18 @@ parameter, and e of an activation:
 
 Tensor parallelism over t processes divides the first four by t where they are not divided by n already.
 
-The bytes follow from how precision is mixed: DeepSpeed keeps 2-byte weights and gradients and 12 bytes of master
-weights and Adam moments; elsewhere weights, gradients and Adam's two moments have the type the weights were loaded in,
-float32 with FSDP under mixed precision, and autocast holds 2-byte copies of float32 weights.
-
-What a decoder layer keeps for its backward, in bytes per token, counted in the layers of transformers with SDPA
-attention (no term in s^2):
-
-    a(e) = h (4 e + 8) + 2 e q + e kv + 4 e I            Llama
-         + (e + 4) (q + kv / 2)                          with normalised queries and keys
-    and for k experts of width I in place of 4 e I:  k (2 e h + 4 e I)
-
-with q and kv the widths of queries, and of keys and values together; what there is per head or expert is left out.
+DeepSpeed keeps w = g = 2 bytes and o = 12, of master weights and Adam moments; elsewhere weights, gradients and the two
+moments have the type the weights were loaded in, float32 with FSDP under mixed precision, and autocast holds 2-byte
+copies of float32 weights. A layer keeps a = 8 h + 4 q + 2 kv + 4 I values per token for its backward, with q and kv
+the widths of queries, and of keys and values together, and I the inner width; k (2 h + 4 I) in the place of 4 I for k
+experts. With the layers of transformers and SDPA attention that is between a tenth too little and two fifths too much.
 Buffers of communication and fragmentation come on top: leave a tenth of the device free.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from .launch import Launch
 from .shapes import ModelShapes
@@ -44,27 +37,6 @@ GIB = 2**30
 UNBOUNDED_SUPPORT = 100
 _CANDIDATE_BYTES = 4
 _TOKEN_BYTES = 8 + 4 + 4 + 1  # offset, id, log-prob, loss mask
-
-
-@dataclass(frozen=True)
-class Precision:
-    """Bytes a parameter and an activation take.
-
-    Attributes:
-        weight: of a trained weight.
-        frozen: of a weight that is not trained.
-        gradient: of a gradient.
-        optimizer: of the optimizer's state for one trained parameter.
-        compute: of an activation, and of a gathered weight.
-        autocast_copy: of the copy of a weight that autocast holds.
-    """
-
-    weight: float
-    frozen: float
-    gradient: float
-    optimizer: float
-    compute: int
-    autocast_copy: int = 0
 
 
 @dataclass(frozen=True)
@@ -106,79 +78,65 @@ class Item:
     on_host: bool = False
 
 
-# Bytes of state a parameter, relative to the weight's own type; those that do not scale with it stand in bytes.
-_STATES_IN_WEIGHTS = {"sgd": 0, "adagrad": 1, "rmsprop": 1, "lion_32bit": 1}
-_STATES_IN_BYTES = {"adafactor": 0, "adamw_bnb_8bit": 2, "adamw_8bit": 2, "paged_adamw_8bit": 2, "lion_8bit": 1}
+def compute_bytes(dtype: str, mixed: str) -> int:
+    """Bytes of an activation, for weights loaded as `dtype` ("auto" and `None` stand for float32, TRL's default)."""
+    return 2 if mixed != "no" or dtype in ("bfloat16", "float16") else 4
 
 
-def precision(launch: Launch, dtype: str, mixed: str, optimizer: str, frozen_bits: int | None = None) -> Precision:
-    """Bytes under a launch.
+def model_items(
+    shapes: ModelShapes, launch: Launch, dtype: str, mixed: str, frozen_bits: int | None = None, reference: bool = False
+) -> Iterator[Item]:
+    """Weights, gradients, optimizer and reference model.
 
     Args:
-        launch: what shards the model.
-        dtype: type that the weights are loaded in; "auto" and `None` stand for float32, TRL's default.
+        shapes: of the model.
+        launch: what shards it.
+        dtype: type that the weights are loaded in.
         mixed: "no", "bf16" or "fp16".
-        optimizer: `optim` of the training arguments; one that is not known here is taken for Adam.
         frozen_bits: 4 or 8 when the weights that are not trained are quantized.
+        reference: whether a second model is held.
     """
-    loaded = 2 if dtype in ("bfloat16", "float16") else 4
-    compute = 2 if mixed != "no" else loaded
+    width, fsdp = compute_bytes(dtype, "no"), launch.method.startswith("FSDP")
     if launch.is_deepspeed and mixed != "no":
-        return Precision(2, frozen_bits / 8 if frozen_bits else 2, 2, 12, 2)
-    weight = 4 if launch.method.startswith("FSDP") and mixed != "no" else loaded
-    state = _STATES_IN_BYTES.get(optimizer, _STATES_IN_WEIGHTS.get(optimizer, 2) * weight)
-    copy = 2 if mixed != "no" and weight == 4 and not launch.method.startswith("FSDP") else 0
-    return Precision(weight, frozen_bits / 8 if frozen_bits else weight, weight, state, compute, copy)
-
-
-def layer_bytes(shapes: ModelShapes, compute: int) -> float:
-    """What one decoder layer keeps for its backward, in bytes per token: a(e) of the module's docstring."""
-    e = compute
-    kept = shapes.hidden * (4 * e + 8) + 2 * e * shapes.query_width + e * shapes.kv_width
-    if shapes.qk_norm:
-        kept += (e + 4) * (shapes.query_width + shapes.kv_width // 2)
-    if shapes.experts:
-        return kept + shapes.experts_per_token * (2 * e * shapes.hidden + 4 * e * shapes.inner)
-    return kept + 4 * e * shapes.inner
-
-
-def model_items(shapes: ModelShapes, launch: Launch, bytes_of: Precision, reference: bool) -> list[Item]:
-    """Weights, gradients, optimizer and reference model."""
-    n = launch.processes
+        weight, state = 2, 12
+    else:
+        weight = 4 if fsdp and mixed != "no" else width
+        state = 2 * weight
+    tensor, n = launch.tensor_parallel, launch.processes
     frozen = 0 if shapes.trainable == shapes.parameters else shapes.parameters  # an adapter comes beside the model
-    whole = shapes.trainable * bytes_of.weight + frozen * bytes_of.frozen
-    weights = whole / (n if launch.shards_weights else launch.tensor_parallel)
-    gradients = shapes.trainable * bytes_of.gradient / (n if launch.shards_gradients else launch.tensor_parallel)
-    optimizer = shapes.trainable * bytes_of.optimizer / (n if launch.shards_optimizer else launch.tensor_parallel)
-    copies = shapes.parameters * bytes_of.autocast_copy / launch.tensor_parallel
-    items = [
-        Item("weights", weights, f"{shapes.parameters:,} parameters", launch.offloads_weights),
-        Item("gradients", gradients, f"{shapes.trainable:,} trained", launch.offloads_weights),
-        Item("optimizer", optimizer, f"{bytes_of.optimizer:g} bytes per trained parameter", launch.offloads_optimizer),
-    ]
+    whole = shapes.trainable * weight + frozen * (frozen_bits / 8 if frozen_bits else weight)
+    weights = Item(
+        "weights",
+        whole / (n if launch.shards_weights else tensor),
+        f"{shapes.parameters:,} parameters",
+        launch.offloads_weights,
+    )
+    yield weights
+    gradients = shapes.trainable * weight / (n if launch.shards_gradients else tensor)
+    yield Item("gradients", gradients, f"{shapes.trainable:,} trained", launch.offloads_weights)
+    optimizer = shapes.trainable * state / (n if launch.shards_optimizer else tensor)
+    yield Item("optimizer", optimizer, f"Adam: {state} bytes per trained parameter", launch.offloads_optimizer)
     if launch.shards_weights:
-        gathered = 2 * shapes.largest_unit * bytes_of.compute
-        items.append(Item("gathered weights", gathered, "two units: one in use, the next on its way"))
-    if copies:
-        items.append(Item("autocast copies", copies, "of float32 weights, in 2 bytes; none with --dtype bfloat16"))
+        gathered = 2 * shapes.largest_unit * compute_bytes(dtype, mixed)
+        yield Item("gathered weights", gathered, "two units: one in use, the next on its way")
+    if mixed != "no" and weight == 4 and not fsdp:
+        copies = 2 * shapes.parameters / tensor
+        yield Item("autocast copies", copies, "of float32 weights, in 2 bytes; none with --dtype bfloat16")
     if reference:
-        items.append(replace(items[0], name="reference model", bytes=weights, note="beta > 0 and no adapter"))
-    return items
+        yield Item("reference model", weights.bytes, "beta > 0 and no adapter", launch.offloads_weights)
 
 
-def batch_items(shapes: ModelShapes, batch: Batch, bytes_of: Precision, checkpointing: bool) -> list[Item]:
-    """Activations and scoring of one micro-batch."""
+def batch_items(shapes: ModelShapes, batch: Batch, compute: int, checkpointing: bool) -> Iterator[Item]:
+    """Activations and scoring of one micro-batch; `compute` is the bytes of an activation."""
     tokens = batch.micro * batch.width
-    one_layer = tokens * layer_bytes(shapes, bytes_of.compute)
-    inputs = tokens * bytes_of.compute * shapes.hidden * shapes.layers
+    one_layer = tokens * compute * shapes.kept_per_layer
+    inputs = tokens * compute * shapes.hidden * shapes.layers
     activations = inputs + one_layer if checkpointing else shapes.layers * one_layer
     how = "each layer's input and one layer" if checkpointing else "every layer; gradient checkpointing is off"
+    yield Item("activations", activations, f"{batch.micro} x {batch.width} tokens, {how}")
     rows = min(shapes.vocab, batch.micro * batch.completion * batch.support)
     scoring = 8 * tokens * shapes.hidden + 4 * shapes.hidden * rows
-    return [
-        Item("activations", activations, f"{batch.micro} x {batch.width} tokens, {how}"),
-        Item("scoring", scoring, f"hidden states, and up to {rows:,} candidate rows"),
-    ]
+    yield Item("scoring", scoring, f"hidden states, and up to {rows:,} candidate rows")
 
 
 def traces_item(shapes: ModelShapes, batch: Batch, replays_support: bool, replays_routes: bool) -> Item:
@@ -193,8 +151,3 @@ def traces_item(shapes: ModelShapes, batch: Batch, replays_support: bool, replay
         total += batch.generation * batch.width * width
         note += f", {width} bytes of routes per token"
     return Item("traces", total, note, on_host=True)
-
-
-def kv_bytes(shapes: ModelShapes, compute: int) -> int:
-    """The engine's cache of keys and values, in bytes per token."""
-    return shapes.layers * shapes.kv_width * compute

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers.training_args
-from transformers import GenerationConfig
+from rich.console import Console
+from rich.table import Table
+from trl import get_peft_config
 
 from ...errors import CommandError
 from ...libraries.environment import REQUIREMENTS, package_status
@@ -22,18 +24,7 @@ from ...settings.urls import without_credentials
 from ..grpo_inputs.arguments import parse
 from ..grpo_inputs.named import dataset_map, reward_functions, tool_functions
 from .launch import Launch
-from .memory import (
-    GIB,
-    UNBOUNDED_SUPPORT,
-    Batch,
-    Item,
-    Precision,
-    batch_items,
-    kv_bytes,
-    model_items,
-    precision,
-    traces_item,
-)
+from .memory import GIB, UNBOUNDED_SUPPORT, Batch, Item, batch_items, compute_bytes, model_items, traces_item
 from .shapes import ModelShapes, read_shapes
 
 # What is taken for the longest prompt when the model's length in the engine does not bound it.
@@ -64,6 +55,25 @@ class Plan:
     def host_bytes(self) -> float:
         return sum(item.bytes for item in self.items if item.on_host)
 
+    def show(self) -> None:
+        """Settings, memory and warnings, on standard output."""
+        console = Console(markup=False, highlight=False)
+        for name, value in self.settings:
+            console.print(f"{name:<10} {value}", soft_wrap=True)
+        table = Table(title="memory of one process, roughly", title_justify="left")
+        table.add_column("")
+        table.add_column("memory", justify="right")
+        table.add_column("of")
+        for item in self.items:
+            table.add_row(item.name, _size(item.bytes), item.note + (", on the host" if item.on_host else ""))
+        total = f"of {self.device_memory:.0f} GiB a device" if self.device_memory is not None else "on the device"
+        table.add_section()
+        table.add_row("together", _size(self.device_bytes), total + f", and {_size(self.host_bytes)} on the host")
+        console.print(table)
+        for warning in self.warnings:
+            console.print(f"look at: {warning}", soft_wrap=True)
+        console.print("Dry run: nothing was loaded or started.")
+
 
 def make_plan(argv: Sequence[str], accelerate_options: Sequence[str]) -> Plan:
     """Resolve what `trl-support-replay grpo` was given.
@@ -77,7 +87,8 @@ def make_plan(argv: Sequence[str], accelerate_options: Sequence[str]) -> Plan:
         CommandError: a reward, tool or map that is not there, or no model.
     """
     launch = Launch.read(accelerate_options)
-    with _like_on_the_target():
+    # Plans for GPUs are made on machines without them, too.
+    with rebound(transformers.training_args, is_torch_bf16_gpu_available=lambda: True):
         script, training, model, mixture = parse(argv, _planned_config(launch.replicas))
     if not model.model_name_or_path:
         raise CommandError("--model_name_or_path is missing: a model's name on the Hub, or its folder.")
@@ -88,29 +99,36 @@ def make_plan(argv: Sequence[str], accelerate_options: Sequence[str]) -> Plan:
             "max_completion_length=None: nothing bounds a completion, so what it needs cannot be planned. Set "
             "--max_completion_length."
         )
-    settings = check_contract(training, _generation_config(model.model_name_or_path, training))
+    # Only `generate` takes anything from the model's own defaults; they are read when they are on this machine.
+    inherits = not training.use_vllm and Path(model.model_name_or_path).is_dir()
+    settings = check_contract(training, generation_defaults(model.model_name_or_path) if inherits else None)
     rewards, tools, row_map = reward_functions(script), tool_functions(script), dataset_map(script)
     shapes = read_shapes(
         model.model_name_or_path,
         model.model_revision,
         getattr(training, "trust_remote_code", False),
-        _peft_config(model),
+        get_peft_config(model),
     )
     if training.routed_experts_replay and not shapes.moe_layers:
         raise CommandError(f"routed_experts_replay=True, but {model.model_name_or_path} is not a mixture of experts.")
-    bytes_of = precision(
-        launch,
-        training.model_init_kwargs["dtype"] or "float32",
-        _mixed_precision(training, launch),
-        str(training.optim.value),
-        4 if model.load_in_4bit else 8 if model.load_in_8bit else None,
+    dtype = training.model_init_kwargs["dtype"] or "float32"
+    mixed = "bf16" if training.bf16 else "fp16" if training.fp16 else launch.mixed_precision
+    compute = compute_bytes(dtype, mixed)
+    completion, longest = training.max_completion_length, training.vllm_max_model_length if training.use_vllm else None
+    batch = Batch(
+        micro=training.per_device_train_batch_size,
+        generation=training.generation_batch_size // launch.replicas,
+        prompt=longest - completion if longest and longest > completion else _PROMPT,
+        completion=completion,
+        support=settings.top_k or UNBOUNDED_SUPPORT,
     )
-    batch = _batch(training, settings, launch)
-    device_memory = None if training.use_cpu else script.device_memory or _this_device()
+    here = torch.cuda.get_device_properties(0).total_memory / GIB if torch.cuda.is_available() else None
+    device_memory = None if training.use_cpu else script.device_memory or here
+    bits = 4 if model.load_in_4bit else 8 if model.load_in_8bit else None
     items = [
-        *model_items(shapes, launch, bytes_of, reference=training.beta > 0 and not model.use_peft),
-        *batch_items(shapes, batch, bytes_of, training.gradient_checkpointing),
-        *_engine_items(training, shapes, bytes_of, batch, device_memory),
+        *model_items(shapes, launch, dtype, mixed, bits, reference=training.beta > 0 and not model.use_peft),
+        *batch_items(shapes, batch, compute, training.gradient_checkpointing),
+        *_engine_items(training, shapes, compute_bytes(dtype, "no"), batch, device_memory),
     ]
     if settings.truncates or training.routed_experts_replay:
         items.append(traces_item(shapes, batch, settings.truncates, training.routed_experts_replay))
@@ -122,7 +140,7 @@ def make_plan(argv: Sequence[str], accelerate_options: Sequence[str]) -> Plan:
         ("rewards", ", ".join(names) or "the column `reward` of the traces"),
         *([("tools", ", ".join(tool.__name__ for tool in tools))] if tools else []),
         ("processes", f"{launch.processes}, {launch.method}"),
-        ("precision", f"{bytes_of.weight:g}-byte weights, {bytes_of.compute}-byte products, {training.optim.value}"),
+        ("precision", f"loaded in {dtype}, {compute}-byte products, {training.optim.value}"),
         ("batch", _batch_line(training, launch)),
         ("sampling", f"temperature={settings.temperature:g}, {str(settings) or 'nothing truncated'}"),
         ("engine", _engine_line(training)),
@@ -146,60 +164,22 @@ def _planned_config(replicas: int) -> type[SupportReplayGRPOConfig]:
     return PlannedConfig
 
 
-@contextlib.contextmanager
-def _like_on_the_target() -> Iterator[None]:
-    """Plans for GPUs are made on machines without them, too."""
-    with rebound(transformers.training_args, is_torch_bf16_gpu_available=lambda: True):
-        yield
-
-
-def _generation_config(model: str, training: Any) -> GenerationConfig | None:
-    """The model's own defaults, when they are on this machine; only `generate` takes anything from them."""
-    return None if training.use_vllm or not Path(model).is_dir() else generation_defaults(model)
-
-
-def _peft_config(model: Any) -> Any:
-    from trl import get_peft_config
-
-    return get_peft_config(model)
-
-
-def _mixed_precision(training: Any, launch: Launch) -> str:
-    return "bf16" if training.bf16 else "fp16" if training.fp16 else launch.mixed_precision
-
-
-def _this_device() -> float | None:
-    import torch
-
-    return torch.cuda.get_device_properties(0).total_memory / GIB if torch.cuda.is_available() else None
-
-
-def _batch(training: Any, settings: SamplingSettings, launch: Launch) -> Batch:
-    longest = training.vllm_max_model_length if training.use_vllm else None
-    completion = training.max_completion_length
-    return Batch(
-        micro=training.per_device_train_batch_size,
-        generation=training.generation_batch_size // launch.replicas,
-        prompt=longest - completion if longest and longest > completion else _PROMPT,
-        completion=completion,
-        support=settings.top_k or UNBOUNDED_SUPPORT,
-    )
-
-
 def _engine_items(
-    training: Any, shapes: ModelShapes, bytes_of: Precision, batch: Batch, device_memory: float | None
+    training: Any, shapes: ModelShapes, loaded: int, batch: Batch, device_memory: float | None
 ) -> list[Item]:
     if not training.use_vllm or training.vllm_mode == "server":
         return []
     if device_memory is not None:
         share = training.vllm_gpu_memory_utilization
         return [Item("engine", share * device_memory * GIB, f"vllm_gpu_memory_utilization={share:g} of the device")]
-    width = {"float32": 4, "bfloat16": 2, "float16": 2}.get(training.vllm_dtype, int(bytes_of.weight))
+    width = {"float32": 4, "bfloat16": 2, "float16": 2}.get(training.vllm_dtype, loaded)
     weights = shapes.parameters * width / training.vllm_tensor_parallel_size
     space = os.environ.get("VLLM_CPU_KVCACHE_SPACE") if training.use_cpu else None
     if space is not None:
         return [Item("engine", weights + float(space) * GIB, f"weights, and VLLM_CPU_KVCACHE_SPACE={space} GiB")]
-    cache = batch.generation * batch.width * kv_bytes(shapes, width) / training.vllm_tensor_parallel_size
+    cache = (
+        batch.generation * batch.width * shapes.layers * shapes.kv_width * width / training.vllm_tensor_parallel_size
+    )
     return [Item("engine", weights + cache, "weights, and keys and values of a whole generation batch")]
 
 
@@ -255,3 +235,7 @@ def _warnings(
             yield f"{status.name} is {status.version or 'missing'} on this machine. To run here: {status.remedy}"
     if batch.prompt == _PROMPT and not (training.use_vllm and training.vllm_max_model_length):
         yield f"Prompts are taken for at most {_PROMPT} tokens: nothing bounds them."
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= 0.1 * GIB else f"{num_bytes / 2**20:.1f} MiB"

@@ -22,9 +22,8 @@ class ModelShapes:
         trainable: those that get a gradient; all of them without an adapter.
         largest_unit: parameters of the largest part that sharding gathers at a time, a decoder layer or the embedding.
         layers, hidden, vocab: sizes of the decoder.
-        query_width, kv_width: columns of all query heads together, and of the keys and of the values together.
-        inner: width of one feed-forward network, of one expert in a mixture.
-        qk_norm: whether queries and keys pass a normalisation of their own.
+        kv_width: columns of the keys and of the values together.
+        kept_per_layer: values per token that one layer keeps for its backward; see `memory`.
         moe_layers, experts, experts_per_token: of a mixture of experts; 0 for a dense model.
     """
 
@@ -34,10 +33,8 @@ class ModelShapes:
     layers: int
     hidden: int
     vocab: int
-    query_width: int
     kv_width: int
-    inner: int
-    qk_norm: bool = False
+    kept_per_layer: int
     moe_layers: int = 0
     experts: int = 0
     experts_per_token: int = 0
@@ -71,14 +68,13 @@ def read_shapes(model: str, revision: str | None, trust_remote_code: bool, peft_
         layers = _decoder_layers(built)
         largest = max(_size(built.get_input_embeddings()), *(map(_size, layers)))
         moe_layers = sum(any(name.endswith("experts") for name, _ in layer.named_modules()) for layer in layers)
-        qk_norm = any(name.endswith("q_norm") for name, _ in built.named_modules())
         trainable = parameters
         if peft_config is not None:
             from peft import get_peft_model
 
             adapted = get_peft_model(built, peft_config)
             trainable = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
-    return _shapes(config.get_text_config(), parameters, trainable, largest, moe_layers, qk_norm)
+    return _shapes(config.get_text_config(), parameters, trainable, largest, moe_layers)
 
 
 def _decoder_layers(model: Any) -> list[nn.Module]:
@@ -91,25 +87,25 @@ def _size(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def _shapes(text: Any, parameters: int, trainable: int, largest: int, moe_layers: int, qk_norm: bool) -> ModelShapes:
-    heads = text.num_attention_heads
-    head = getattr(text, "head_dim", None) or text.hidden_size // heads
-    experts = next(
-        (getattr(text, n) for n in ("num_experts", "num_local_experts", "n_routed_experts") if getattr(text, n, 0)), 0
-    )
+def _shapes(text: Any, parameters: int, trainable: int, largest: int, moe_layers: int) -> ModelShapes:
+    heads, hidden = text.num_attention_heads, text.hidden_size
+    head = getattr(text, "head_dim", None) or hidden // heads
+    kv_width = 2 * (getattr(text, "num_key_value_heads", None) or heads) * head
+    names = ("num_experts", "num_local_experts", "n_routed_experts") if moe_layers else ()
+    experts = next((getattr(text, name) for name in names if getattr(text, name, 0)), 0)
+    per_token = text.num_experts_per_tok if moe_layers else 0
     inner = (getattr(text, "moe_intermediate_size", None) if moe_layers else None) or text.intermediate_size
+    feed_forward = per_token * (2 * hidden + 4 * inner) if moe_layers else 4 * inner
     return ModelShapes(
         parameters=parameters,
         trainable=trainable,
         largest_unit=largest,
         layers=text.num_hidden_layers,
-        hidden=text.hidden_size,
+        hidden=hidden,
         vocab=text.vocab_size,
-        query_width=heads * head,
-        kv_width=2 * (getattr(text, "num_key_value_heads", None) or heads) * head,
-        inner=inner,
-        qk_norm=qk_norm,
+        kv_width=kv_width,
+        kept_per_layer=8 * hidden + 4 * heads * head + 2 * kv_width + feed_forward,
         moe_layers=moe_layers,
-        experts=experts if moe_layers else 0,
-        experts_per_token=text.num_experts_per_tok if moe_layers else 0,
+        experts=experts,
+        experts_per_token=per_token,
     )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import find_adapter_config_file
 
 from ..traces.columns import Trace
 from ..traces.multimodal import check_no_placeholders
@@ -20,15 +23,17 @@ class ScoringModelError(ValueError):
 
 def load_model(
     option: str, name: str, *, dtype: str, device: str | None = None, revision: str | None = None
-) -> PreTrainedModel:
-    """A causal language model to score with.
+) -> tuple[PreTrainedModel, Any]:
+    """A causal language model to score with, and its configuration as it was saved.
+
+    Of a model of images and text, only the part for text may have been loaded.
 
     Args:
-        option: what the user named it with, for the error.
+        option: the option that named it, for the error.
         name: a folder or a Hub name.
         dtype: name of a data type of torch.
         device: where to put it; `None` for the GPU when there is one, else the CPU.
-        revision: of a Hub name.
+        revision: of a Hub name. The base of an adapter has the revision that the adapter's configuration names.
 
     Raises:
         ScoringModelError: there is no such model, no such revision of it, or no such device.
@@ -43,29 +48,36 @@ def load_model(
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ScoringModelError(
-            f"device={device!r} is not to be had here ({str(error).splitlines()[0]}). Name another one, as cpu."
+            f"device={device!r} is not available here ({str(error).splitlines()[0]}). Name another, for example cpu."
         ) from error
+    base, base_revision = name, revision
     try:
+        adapter = find_adapter_config_file(name, revision=revision or "main")
+        if adapter is not None and not os.path.exists(os.path.join(name, "config.json")):
+            saved = json.loads(Path(adapter).read_text(encoding="utf-8"))
+            base, base_revision = saved["base_model_name_or_path"], saved.get("revision")
+        config = AutoConfig.from_pretrained(base, revision=base_revision or "main")
         model: Any = AutoModelForCausalLM.from_pretrained(
-            name, revision=revision or "main", dtype=getattr(torch, dtype)
+            base, revision=base_revision or "main", dtype=getattr(torch, dtype)
         )
-    except (OSError, ValueError, SafetensorError) as error:
+        if base != name:
+            model.load_adapter(name, adapter_kwargs={"revision": revision or "main"})
+    except (OSError, ValueError, LookupError, ImportError, SafetensorError) as error:
         at = f" at revision {revision}" if revision else ""
         raise ScoringModelError(
             f"{option} {name}{at} cannot be loaded; give a folder with a causal language model or a Hub name. "
             f"{str(error).splitlines()[0]}"
         ) from error
-    return model.to(device)
+    return model.to(device), config
 
 
-def check_fits(traces: Sequence[Trace], model: PreTrainedModel, option: str, revision: str | None = None) -> None:
+def check_fits(traces: Sequence[Trace], model: PreTrainedModel, config: Any, option: str) -> None:
     """Raise unless the model has every id of the traces, and these are of text only.
 
     Args:
         traces: what is going to be scored.
-        model: what is going to score them, from `load_model`.
-        option: what the user named the model with, for the error.
-        revision: of the model.
+        model, config: what is going to score them, from `load_model`.
+        option: the option that named the model, for the error.
 
     Raises:
         ScoringModelError: naming the largest id and the size of the model's vocabulary.
@@ -79,5 +91,4 @@ def check_fits(traces: Sequence[Trace], model: PreTrainedModel, option: str, rev
             f"{option} {model.name_or_path} has a vocabulary of {vocab_size} ids, and the traces hold the id "
             f"{largest}: they were sampled from a model with another vocabulary. Name one with the sampler's."
         )
-    # As it was saved: of a model of images and text, only the part for text may have been loaded.
-    check_no_placeholders(traces, AutoConfig.from_pretrained(str(model.name_or_path), revision=revision or "main"))
+    check_no_placeholders(traces, config)
