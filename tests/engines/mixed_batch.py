@@ -19,7 +19,13 @@ REQUESTS = (
     ({"top_p": 0.95}, 5, 1),
     ({"min_p": 0.05, "temperature": 1.3}, 5, 1),
     (
-        {"top_p": 0.8, "repetition_penalty": 1.2, "presence_penalty": 0.4, "frequency_penalty": 0.3, "temperature": 0.9},
+        {
+            "top_p": 0.8,
+            "repetition_penalty": 1.2,
+            "presence_penalty": 0.4,
+            "frequency_penalty": 0.3,
+            "temperature": 0.9,
+        },
         5,
         1,
     ),
@@ -37,7 +43,7 @@ def save_model(path) -> str:
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCAB,
-            hidden_size=64,
+            hidden_size=128,
             intermediate_size=128,
             num_hidden_layers=2,
             num_attention_heads=4,
@@ -98,13 +104,14 @@ def run(model: str, engine: dict) -> dict:
     unmarked = SamplingParams(max_tokens=8, ignore_eos=True, detokenize=False, top_p=0.9)
     llm.generate([{"prompt_token_ids": prefix}], unmarked, use_tqdm=False)
     *outputs, plain = llm.generate([*inputs, inputs[0]], [*params, unmarked], use_tqdm=False)
+    unmarked_mask = plain.outputs[0].sampling_mask
     metrics = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
     found = {
         "capture": capture.name,
         "preemptions": metrics["vllm:num_preemptions"],
         "chunked": sum(len(prompt) > kwargs["max_num_batched_tokens"] for prompt in prompts),
         "cached": sum(output.num_cached_tokens > 0 for output in outputs),
-        "unmarked": plain.outputs[0].sampling_mask is None or not any(map(len, plain.outputs[0].sampling_mask.token_ids)),
+        "unmarked": 0 if unmarked_mask is None else sum(map(len, unmarked_mask.token_ids)),
         **{"rows": 0, "equal": 0, "arrays": 0, "largest": 0, "gap": 0.0},
     }
     policy = policy_logits(model)
@@ -116,14 +123,17 @@ def run(model: str, engine: dict) -> dict:
             values = np.asarray(flat.logprobs, np.float64).reshape(NEW_TOKENS, width)
             reported = capture.read(completion, 0, output.request_id)[0]
             logits = policy(list(output.prompt_token_ids), completion.token_ids) / sampling.get("temperature", 1.0)
-            for t, (row, token) in enumerate(zip(completion.sampling_mask.token_ids, completion.token_ids, strict=True)):
-                finite = np.isfinite(values[t])
+            for t, (row, token) in enumerate(
+                zip(completion.sampling_mask.token_ids, completion.token_ids, strict=True)
+            ):
+                # The sampled token comes first and again at its rank.
+                finite = np.sort(ids[t][1:][np.isfinite(values[t][1:])])
                 found["rows"] += 1
-                found["equal"] += len(set(row)) == len(row) and set(row) == set(ids[t][finite])
+                found["equal"] += np.array_equal(np.sort(row), finite)
                 found["arrays"] += isinstance(row, np.ndarray) and row.dtype == np.int32
                 found["largest"] = max(found["largest"], len(row))
                 if "repetition_penalty" not in sampling:
-                    gap = logits[t, token] - torch.logsumexp(logits[t, np.asarray(row).astype(np.int64)], 0)
+                    gap = logits[t, token] - torch.logsumexp(logits[t, np.array(row, np.int64)], 0)
                     found["gap"] = max(found["gap"], abs(float(gap) - reported[t]))
     return found
 

@@ -39,7 +39,7 @@ def test_captured_supports_are_the_finite_logprobs(model, multiprocessing, engin
     lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
     assert done.returncode == 0 and lines, done.stderr[-4000:]
     found = json.loads(lines[0].removeprefix("FOUND "))
-    assert found["capture"] == "worker" and found["unmarked"]
+    assert found["capture"] == "worker" and found["unmarked"] == 0
     assert found["rows"] == found["equal"] == found["arrays"] == 1920
     assert found["gap"] < 1e-4 and found["largest"] > 500
     assert found["preemptions"] >= 1 and found["chunked"] >= 10 and found["cached"] >= 10

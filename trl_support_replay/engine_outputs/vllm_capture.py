@@ -41,24 +41,29 @@ class Capture:
             return {"return_sampling_mask": True}
         return {"max_logprobs": num_candidates(top_k, dtype)} if self.name == "logprobs" else {}
 
-    def request_kwargs(self, top_k: int, model_config: Any) -> dict[str, Any]:
-        """Arguments for `SamplingParams`, in the place of a request's own.
+    def any_request_kwargs(self, top_k: int, model_config: Any) -> dict[str, Any]:
+        """What replaces arguments of `SamplingParams` in every request, also where nothing is recorded.
+
+        An engine with a sampling mask of its own wants a top_k. The whole vocabulary is one that cuts nothing.
 
         Args:
             top_k: of the request; 0 is off.
             model_config: the engine's `ModelConfig`.
         """
+        return {"top_k": model_config.get_vocab_size()} if self.name == "native" and top_k <= 0 else {}
+
+    def request_kwargs(self, top_k: int, model_config: Any) -> dict[str, Any]:
+        """What replaces arguments of `SamplingParams` in a request whose supports are recorded; see above."""
+        kwargs: dict[str, Any] = {"logprobs": 0, **self.any_request_kwargs(top_k, model_config)}
         if self.name == "logprobs":
             vocab_size, limit = model_config.get_vocab_size(), model_config.max_logprobs
-            return {"logprobs": num_candidates(top_k, model_config.dtype, vocab_size, limit), "flat_logprobs": True}
-        if self.name == "worker":
+            kwargs["logprobs"] = num_candidates(top_k, model_config.dtype, vocab_size, limit)
+            kwargs["flat_logprobs"] = True
+        elif self.name == "worker":
             from .vllm_worker import REQUEST_MARK
 
-            return {"logprobs": 0, "extra_args": {REQUEST_MARK: True}}
-        if self.name == "native" and top_k == 0:
-            # The engine wants a top_k with its mask. The whole vocabulary is one that cuts nothing.
-            return {"logprobs": 0, "top_k": model_config.get_vocab_size()}
-        return {"logprobs": 0}
+            kwargs["extra_args"] = {REQUEST_MARK: True}
+        return kwargs
 
     def read(
         self, completion: Any, top_k: int, request: str, trailing: bool = False
@@ -69,6 +74,21 @@ class Capture:
         if self.name == "sampled":
             return read_sampled_logprobs(completion, request)
         return read_sampling_mask(completion, request, trailing)
+
+
+def built_capture(vllm_config: Any, model_config: Any) -> Capture:
+    """How an engine that is built already reports supports of requests that truncate.
+
+    Args:
+        vllm_config: its `VllmConfig`.
+        model_config: its `ModelConfig`.
+    """
+    scheduler = getattr(getattr(vllm_config, "scheduler_config", None), "scheduler_cls", None)
+    if getattr(model_config, "return_sampling_mask", False):
+        return Capture("native")
+    if scheduler == CAPTURE_SCHEDULER and not vllm_config.use_v2_model_runner:
+        return Capture("worker")
+    return Capture("logprobs")
 
 
 class _Ids(np.ndarray):

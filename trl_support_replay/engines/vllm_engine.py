@@ -212,18 +212,14 @@ class SupportVLLMGeneration(EngineFixes):
         return range(rank * num_prompts, (rank + 1) * num_prompts)
 
     def generate(self, prompts: list[list[int]], *args: Any, **kwargs: Any) -> tuple:
-        recorder = self._recorder()
-        if recorder is None:
-            return super().generate(prompts, *args, **kwargs)
-        own = self.generation_kwargs
+        recorder, own = self._recorder(), self.generation_kwargs
         # Stop strings are the only reason to turn tokens into text here.
         stops = bool(own.get("stop"))
         top_k, config = self._settings.top_k, self.llm.llm_engine.model_config
-        capturing = self._capture.request_kwargs(top_k, config)
-        self.generation_kwargs = {**({} if stops else {"detokenize": False}), **own, **capturing}
 
         @alone()
         def extract(outputs: list[Any]) -> tuple[list, list]:
+            assert recorder is not None
             logprobs: list[list] = []
             token_ids: list[list] = []
             own_outputs = self._own_outputs(len(prompts))
@@ -244,6 +240,11 @@ class SupportVLLMGeneration(EngineFixes):
             return logprobs, token_ids
 
         try:
+            if recorder is None:
+                self.generation_kwargs = {**own, **self._capture.any_request_kwargs(top_k, config)}
+                return super().generate(prompts, *args, **kwargs)
+            recorded = self._capture.request_kwargs(top_k, config)
+            self.generation_kwargs = {**({} if stops else {"detokenize": False}), **own, **recorded}
             with rebound(trl_vllm, extract_logprobs=extract):
                 return super().generate(prompts, *args, **kwargs)
         finally:
