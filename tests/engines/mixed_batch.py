@@ -13,7 +13,7 @@ import sys
 import numpy as np
 import torch
 
-VOCAB, NEW_TOKENS = 3000, 48
+VOCAB, NEW_TOKENS = 2000, 48
 # Settings, how many requests have them, and completions of each.
 REQUESTS = (
     ({"top_p": 0.95}, 5, 1),
@@ -36,7 +36,7 @@ REQUESTS = (
 
 
 def save_model(path) -> str:
-    """A Llama with 2 layers, 3000 tokens and sharpened logits; it has no tokenizer."""
+    """A Llama with 2 layers, 2000 tokens and sharpened logits; it has no tokenizer."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -101,7 +101,8 @@ def run(model: str, engine: dict) -> dict:
             params.append(SamplingParams(**asked | {"logprobs": -1, "flat_logprobs": True}))
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
     # A request that is not marked is sampled beside those that are, and brings no supports.
-    unmarked = SamplingParams(max_tokens=8, ignore_eos=True, detokenize=False, top_p=0.9)
+    needed = capture.any_request_kwargs(0, llm.llm_engine.model_config)
+    unmarked = SamplingParams(max_tokens=8, ignore_eos=True, detokenize=False, top_p=0.9, **needed)
     llm.generate([{"prompt_token_ids": prefix}], unmarked, use_tqdm=False)
     *outputs, plain = llm.generate([*inputs, inputs[0]], [*params, unmarked], use_tqdm=False)
     unmarked_mask = plain.outputs[0].sampling_mask
@@ -121,11 +122,9 @@ def run(model: str, engine: dict) -> dict:
             width = flat.end_indices[0]
             ids = np.asarray(flat.token_ids, np.int32).reshape(NEW_TOKENS, width)
             values = np.asarray(flat.logprobs, np.float64).reshape(NEW_TOKENS, width)
-            reported = capture.read(completion, 0, output.request_id)[0]
             logits = policy(list(output.prompt_token_ids), completion.token_ids) / sampling.get("temperature", 1.0)
-            for t, (row, token) in enumerate(
-                zip(completion.sampling_mask.token_ids, completion.token_ids, strict=True)
-            ):
+            masks = completion.sampling_mask.token_ids
+            for t, (row, token) in enumerate(zip(masks, completion.token_ids, strict=True)):
                 # The sampled token comes first and again at its rank.
                 finite = np.sort(ids[t][1:][np.isfinite(values[t][1:])])
                 found["rows"] += 1
@@ -134,7 +133,10 @@ def run(model: str, engine: dict) -> dict:
                 found["largest"] = max(found["largest"], len(row))
                 if "repetition_penalty" not in sampling:
                     gap = logits[t, token] - torch.logsumexp(logits[t, np.array(row, np.int64)], 0)
-                    found["gap"] = max(found["gap"], abs(float(gap) - reported[t]))
+                    found["gap"] = max(found["gap"], abs(float(gap) - values[t, 0]))
+    logprobs, rows, repaired = capture.read(completion, 0, "the last request")
+    assert repaired == 0 and rows.to_lists() == [row.tolist() for row in map(np.array, masks)]
+    np.testing.assert_array_equal(logprobs, values[:, 0])
     return found
 
 
