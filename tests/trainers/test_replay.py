@@ -88,6 +88,24 @@ def test_vllm_generation_is_replayed_exactly(build, vllm, smollm2_path, settings
         assert log["sampling/sampling_logp_difference/max"] == pytest.approx(log["support/logprob_gap_max"], abs=1e-6)
 
 
+@pytest.mark.slow
+def test_four_thousand_tokens_of_top_p_alone_are_replayed_exactly(build, vllm, smollm2_path):
+    trainer = build(
+        str(smollm2_path),
+        use_vllm=True,
+        top_p=0.95,
+        max_completion_length=64,
+        per_device_train_batch_size=16,
+        max_steps=4,
+        learning_rate=1e-5,
+        generation_kwargs={"ignore_eos": True},
+    )
+    trainer.train()
+    logs = assert_replayed(trainer, 4)
+    assert sum(log["support/tokens"] for log in logs) == 4 * 16 * 64
+    assert sum(log["support/size_mean"] for log in logs) / 4 > 100  # far more than any number of log-probs
+
+
 @pytest.mark.parametrize(
     ("place", "name", "value"),
     [
