@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from trl_support_replay.checks.replay_check import ReplayGapError
-from trl_support_replay.engines.vllm_engine import vllm_version
+from trl_support_replay.engines.vllm_captures import vllm_version
 from trl_support_replay.engines.vllm_server import _seen_from_other_nodes
 from trl_support_replay.hub.model_card import RunFacts
 from trl_support_replay.rollouts.recorder import SupportRecorder
