@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--max_tokens", type=positive, default=256, help="longest completion (default: %(default)s)")
     parser.add_argument("--temperature", type=temperature, default=1.0, help="(default: %(default)s)")
     parser.add_argument("--top_p", type=top_p, default=1.0, help="1 is off (default: %(default)s)")
-    parser.add_argument("--top_k", type=int, default=0, help="0 is off; vLLM needs one (default: %(default)s)")
+    parser.add_argument("--top_k", type=int, default=0, help="0 is off; older vLLM needs one (default: %(default)s)")
     parser.add_argument("--min_p", type=min_p, default=0.0, help="0 is off (default: %(default)s)")
     parser.add_argument("--batch_size", type=positive, default=8, help="prompts per shard (default: %(default)s)")
     parser.add_argument("--limit", type=positive, help="only the first so many prompts")
