@@ -38,8 +38,10 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from trl_support_replay import SupportReplayGRPOConfig, SupportReplayGRPOTrainer
-from trl_support_replay.engines.vllm_engine import choose_capture, stock_engine_fixes
+from trl_support_replay.engines.vllm_captures import choose_capture
+from trl_support_replay.engines.vllm_engine import stock_engine_fixes
 from trl_support_replay.libraries.rebind import rebound
+from trl_support_replay.settings.contract import SamplingSettings
 
 HERE = Path(__file__).parent
 FIGURE = HERE.parent / "docs" / "figures" / "learning.png"
@@ -169,13 +171,12 @@ def one_engine() -> Iterator[None]:
     It has the arguments that replay needs, whichever variant comes first.
     """
     build, engines = trl_vllm.LLM, []
-    replays: dict[str, Any] = {"max_logprobs": 64}
-    if choose_capture("auto") == "native":
-        replays["return_sampling_mask"] = True
 
     def shared(**kwargs: Any) -> Any:
         if not engines:
-            engines.append(build(**kwargs | replays))
+            top_k = SETTINGS["top_k"]
+            capture = choose_capture("auto", SamplingSettings(top_k=top_k), kwargs)
+            engines.append(build(**kwargs | {"max_logprobs": 64} | capture.engine_kwargs(top_k, kwargs["dtype"])))
         engines[0].reset_prefix_cache()
         return engines[0]
 

@@ -53,8 +53,8 @@ MATRICES = (
                 (f"{_TRAINER}test_multi_turn.py::test_custom_rollout*",),
                 (f"{_TRAINER}test_routes.py::*",),
             ),
-            "vLLM in the training process, processed log-probs": (
-                (f"{_TRAINER}test_replay.py::test_vllm_*",),
+            "vLLM in the training process, supports from its worker": (
+                (f"{_TRAINER}test_replay.py::test_vllm_*", "tests/engines/test_vllm_captures.py::*"),
                 (f"{_TRAINER}test_multi_turn.py::test_tool_loop*", f"{_TRAINER}test_multi_turn.py::test_environment*"),
                 (f"{_TRAINER}test_routes_vllm.py::*", f"{_ROUTING}test_vllm.py::*"),
             ),

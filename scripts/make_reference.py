@@ -79,7 +79,8 @@ nats. The commands `score` and `audit` compare the scores in the same way.
 
 | setting | why |
 |---|---|
-| `top_p` or `min_p` without `top_k` | nothing bounds the support, and vLLM reports a bounded number of candidates |
+| `top_p` or `min_p` without `top_k`, with `support_capture="logprobs"` or a vLLM older than 0.28 | nothing bounds the \
+support, and vLLM reports a bounded number of log-probs |
 | `vllm_engine_kwargs` with `vllm_mode="server"` | they reach the colocated engine only |
 | `vllm_engine_kwargs['tensor_parallel_size']` or `['pipeline_parallel_size']`, other than 1 | TRL would not know that \
 processes share an engine; `vllm_tensor_parallel_size` is its setting |

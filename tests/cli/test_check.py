@@ -173,7 +173,7 @@ def test_who_has_moved_over_has_nothing_to_change(write, capsys):
 
 
 def test_a_bound_that_is_missing_is_not_made_up(write, capsys):
-    assert main(["check", str(write("a.yaml", "use_vllm: true\ntop_p: 0.95"))]) == 1
+    assert main(["check", str(write("a.yaml", "use_vllm: true\ntop_p: 0.95\ngeneration_kwargs: '{\"n\": 2}'"))]) == 1
     text = capsys.readouterr().out
     assert "a.yaml: top_p=0.95 can be replayed once the refused settings are changed." in text
     assert "top_p=0.95 keeps at least 0.95 of it." in text and "with 0.9 of" not in text

@@ -107,7 +107,6 @@ def test_inspect_of_nothing_and_of_torn_files(tmp_path, capsys):
     [
         (("--top_p", 1.0), "Nothing is truncated"),
         (("--top_k", 1), "top_k=1 cannot be replayed"),
-        (("--engine", "vllm"), "without top_k nothing bounds the support"),
         (
             ("--engine", "vllm", "--top_k", 5, "--engine_kwargs", '{"spec_method": "ngram"}'),
             "vllm_engine_kwargs['spec_method']='ngram' cannot be replayed",

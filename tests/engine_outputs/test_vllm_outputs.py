@@ -9,6 +9,7 @@ import trl.generation.vllm_generation as trl_vllm
 
 from tests.parts import require
 from trl_support_replay.engine_outputs.errors import SupportCaptureError
+from trl_support_replay.engine_outputs.vllm_capture import Capture
 from trl_support_replay.engine_outputs.vllm_outputs import read_flat_logprobs, read_sampling_mask
 from trl_support_replay.engines.vllm_engine import SupportVLLMGeneration
 from trl_support_replay.rollouts.recorder import SupportRecorder
@@ -135,9 +136,10 @@ def test_a_process_of_a_tensor_parallel_engine_records_its_own_outputs_alone(mon
     monkeypatch.setattr("torch.distributed.get_rank", lambda group: rank)
     recorder = SupportRecorder()
     engine = object.__new__(SupportVLLMGeneration)
-    vars(engine).update(tensor_parallel_size=2, tp_group=None, generation_kwargs={}, capture="logprobs")
+    vars(engine).update(tensor_parallel_size=2, tp_group=None, generation_kwargs={}, _capture=Capture("logprobs"))
     vars(engine).update(_settings=SamplingSettings(top_k=2), _recorder=lambda: recorder, _routers=None)
-    vars(engine).update(_request_kwargs=dict)
+    config = SimpleNamespace(dtype="float32", max_logprobs=-1, get_vocab_size=lambda: 11)
+    vars(engine).update(llm=SimpleNamespace(llm_engine=SimpleNamespace(model_config=config)))
     logprobs = engine.generate([[1], [2]])
     assert [[entry.row for (entry,) in row] for row in logprobs] == [[0], [1]]
     assert recorder.token_ids().tolist() == [[7, 8], [9, 10]][rank]

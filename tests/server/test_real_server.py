@@ -94,6 +94,21 @@ def test_a_request_may_have_its_own_top_k(pool, moe_model):
         assert_replays(moe_model, PROMPTS[0], sample)
 
 
+@pytest.mark.parametrize("truncation", [{"top_p": 0.95}, {"top_p": 1.0, "min_p": 0.05}])
+def test_without_a_top_k_supports_have_any_size(pool, moe_server, moe_model, truncation):
+    assert pool.servers[0].capture == "worker" and not pool.servers[0].info["needs_top_k"]
+    requests = [request(prompt, n=2, sampling={"top_k": 0, **truncation}) for prompt in PROMPTS]
+    plain = request(PROMPTS[0], support=False, sampling={"top_k": 0, **truncation})
+    *answers, (unrecorded,) = pool.generate([*requests, plain])
+    sizes = []
+    for asked, samples in zip(requests, answers, strict=True):
+        for sample in samples:
+            assert_replays(moe_model, asked.prompt_ids.tolist(), sample)
+            assert sample.repaired == 0
+            sizes += sample.support.sizes.tolist()
+    assert max(sizes) > 24 and unrecorded.support is None
+
+
 def test_stop_strings_and_stop_tokens_end_a_sample_where_they_stand(pool, moe_model):
     ((long,),) = pool.generate([request(PROMPTS[1], sampling={"seed": 5, "ignore_eos": True})])
     stop = int(long.token_ids[6])
@@ -225,7 +240,7 @@ def test_the_servers_key_guards_the_endpoint(moe_server, path):
 def test_a_server_without_the_endpoint_gives_supports_by_its_logprobs(moe_server, moe_model, pool, pool_of):
     pool = pool_of(moe_server.url, api_key=moe_server.api_key, connect=connect_stock)
     (server,) = pool.servers
-    assert server.capture == "logprobs" and not server.info["versions"]
+    assert server.capture == "logprobs" and not server.info["versions"] and server.info["needs_top_k"]
     requests = [request(prompt, n=2) for prompt in PROMPTS[:3]]
     for asked, samples in zip(requests, pool.generate(requests), strict=True):
         prompt = asked.prompt_ids.tolist()

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from trl_support_replay.checks.replay_check import ReplayGapError
-from trl_support_replay.engines.vllm_engine import vllm_version
+from trl_support_replay.engines.vllm_captures import vllm_version
 from trl_support_replay.engines.vllm_server import _seen_from_other_nodes
 from trl_support_replay.hub.model_card import run_facts
 from trl_support_replay.rollouts.recorder import SupportRecorder
@@ -65,7 +65,7 @@ def test_training_follows_the_servers_weights(build, moe_server, tiny_moe_path):
     (version,) = (path.name for path in written if not path.name.startswith("."))
     assert version.endswith("-000003"), "one version a step, and only the last is kept"
     facts = run_facts(trainer)  # for the model card
-    assert facts["engine"] == f"vllm {vllm_version()}" and facts["supports from"] == "the engine's processed log-probs"
+    assert facts["engine"] == f"vllm {vllm_version()}" and facts["supports from"] == "the engine's sampler, in its worker"
 
 
 def test_without_truncation_it_is_stock_training_over_the_same_server(build, moe_server, tiny_moe_path):
@@ -178,6 +178,7 @@ def test_a_further_turn_brings_only_new_routes(build, moe_server, tiny_moe_path)
     [
         ({"routed_experts_replay": True}, "--enable-return-routed-experts"),
         ({"support_capture": "native"}, "support_capture='native', but http"),
+        ({"top_k": 0, "top_p": 0.9}, "top_k=0 cannot be replayed: http.* records supports only for a finite top_k"),
         ({}, "vllm-serve --weights-dir"),
     ],
 )
@@ -185,7 +186,7 @@ def test_servers_that_do_not_fit_are_refused_at_construction(build, tiny_model_p
     with serving(HTTPServer(FakeEngine(enable_return_routed_experts=False))) as server:
         settings = {**SERVER, "vllm_server_base_url": server.url, "weight_sync_dir": str(tmp_path), **settings}
         with pytest.raises(ValueError, match=says):
-            build(tiny_model_path, top_k=20, **settings)
+            build(tiny_model_path, **{"top_k": 20, **settings})
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from trl_support_replay.engine_outputs.vllm_capture import CAPTURE_SCHEDULER, WORKER_EXTENSION
 from trl_support_replay.settings.built_engine import config_refusals, engine_refusals
 from trl_support_replay.settings.contract import UnreplayableSettingError
 
@@ -62,6 +63,8 @@ def test_each_spelling_is_found(built, form, kwargs, setting):
 @pytest.mark.parametrize("form", [lambda config: config, as_json], ids=["built", "as JSON"])
 def test_an_ordinary_engine_is_not_refused(built, form):
     assert not config_refusals(form(built(seed=3, max_num_seqs=4, max_logprobs=40, enable_prefix_caching=False)))
+    ours = {"scheduler_cls": CAPTURE_SCHEDULER, "worker_extension_cls": WORKER_EXTENSION}
+    assert not config_refusals(form(built(**ours)))
 
 
 def test_a_setting_of_a_newer_release_is_refused_by_name(built):

@@ -29,7 +29,16 @@ def test_every_spelling_of_top_k_off_is_one(tmp_path, off):
 
 
 @pytest.mark.parametrize(
-    "truncation", [{"top_k": 2}, {"top_p": 0.99}, {"min_p": 0.01}, {"generation_kwargs": {"typical_p": 0.9}}]
+    "truncation",
+    [
+        {"top_k": 2},
+        {"top_p": 0.99},
+        {"min_p": 0.01},
+        {"generation_kwargs": {"typical_p": 0.9}},
+        {"use_vllm": True, "top_p": 0.95},
+        {"use_vllm": True, "min_p": 0.05, "vllm_mode": "server"},
+        {"use_vllm": True, "top_k": 20, "vllm_engine_kwargs": {"max_logprobs": 5}},
+    ],
 )
 def test_any_truncation_switches_replay_on(tmp_path, truncation):
     assert check_contract(config(tmp_path, **truncation)).truncates
@@ -163,8 +172,8 @@ def test_a_fixed_seed_is_warned_of(tmp_path, caplog, name):
         (VLLM | {"temperature": 0.0}, "temperature"),
         (HF | {"temperature": 0.0}, "temperature"),
         (VLLM | {"repetition_penalty": 1.1}, "repetition_penalty"),
-        (VLLM | {"top_k": 0}, "top_p"),
-        (VLLM | {"top_k": None, "top_p": 1.0, "min_p": 0.1}, "min_p"),
+        (VLLM | {"top_k": 0, "support_capture": "logprobs"}, "top_p"),
+        (VLLM | {"top_k": None, "top_p": 1.0, "min_p": 0.1, "support_capture": "logprobs"}, "min_p"),
         (VLLM | {"vllm_structured_outputs_regex": "a+"}, "vllm_structured_outputs_regex"),
         (VLLM | {"top_p": 1.2}, "top_p"),
         (VLLM | {"generation_kwargs": {"temperature": 0.7}}, "generation_kwargs['temperature']"),
@@ -211,7 +220,10 @@ def test_a_fixed_seed_is_warned_of(tmp_path, caplog, name):
         (HF | {"generation_kwargs": {"stop_strings": ["."]}}, "generation_kwargs['stop_strings']"),
         (HF | {"generation_kwargs": {"stop": ["."]}}, "generation_kwargs['stop']"),
         (VLLM | {"vllm_engine_kwargs": {"logprobs_mode": "raw_logprobs"}}, "vllm_engine_kwargs['logprobs_mode']"),
-        (VLLM | {"vllm_engine_kwargs": {"max_logprobs": 5}}, "vllm_engine_kwargs['max_logprobs']"),
+        (
+            VLLM | {"vllm_engine_kwargs": {"max_logprobs": 5}, "support_capture": "logprobs"},
+            "vllm_engine_kwargs['max_logprobs']",
+        ),
         (VLLM | {"vllm_engine_kwargs": {"max_logprobs": "many"}}, "vllm_engine_kwargs['max_logprobs']"),
         (VLLM | {"generation_kwargs": {1: 2}}, "generation_kwargs[1]"),
         (HF | {"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching"),
@@ -343,5 +355,7 @@ def test_server_settings_stand_alone():
     args = SimpleNamespace(
         temperature=1.0, top_p=0.9, top_k=0, min_p=None, repetition_penalty=1.0, generation_kwargs=None, use_vllm=True
     )
-    with pytest.raises(UnreplayableSettingError):
+    assert check_contract(args).truncates
+    args.support_capture = "logprobs"
+    with pytest.raises(UnreplayableSettingError, match="top_p=0.9 .* Set top_k as well"):
         check_contract(args)

@@ -126,6 +126,8 @@ def shared_llm(smollm2_path):
     from trl.trainer.utils import ensure_master_addr_port
     from vllm import LLM
 
+    from trl_support_replay.engine_outputs.vllm_capture import Capture
+
     ensure_master_addr_port()
     return LLM(
         model=str(smollm2_path),
@@ -138,6 +140,7 @@ def shared_llm(smollm2_path):
         logprobs_mode="processed_logprobs",
         distributed_executor_backend="external_launcher",
         seed=0,
+        **Capture("worker").engine_kwargs(0, "float32"),
     )
 
 
@@ -152,7 +155,7 @@ def vllm(shared_llm, smollm2_path, monkeypatch):
         asked.update(kwargs)
         assert kwargs["model"] == str(smollm2_path)
         assert kwargs["dtype"] == "float32" and kwargs["logprobs_mode"] == "processed_logprobs"
-        assert kwargs["max_logprobs"] <= 64
+        assert kwargs.get("max_logprobs", 0) <= 64
         shared_llm.reset_prefix_cache()
         return shared_llm
 

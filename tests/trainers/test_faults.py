@@ -7,11 +7,14 @@ import pytest
 import torch
 from datasets import Dataset, DatasetDict
 
+import trl_support_replay.engines.vllm_captures as vllm_captures
 import trl_support_replay.engines.vllm_engine as vllm_engine
 import trl_support_replay.trainers.grpo as trainer_module
 from trl_support_replay.checks.replay_check import ReplayGapError
 from trl_support_replay.engine_outputs.errors import SupportCaptureError
+from trl_support_replay.engine_outputs.vllm_capture import Capture
 from trl_support_replay.rollouts.collect import collect_samples
+from trl_support_replay.settings.contract import UnreplayableSettingError
 from trl_support_replay.settings.preflight import InputError
 from trl_support_replay.traces.support import SupportError, SupportRows
 
@@ -84,13 +87,13 @@ def test_another_temperature_is_named_with_its_value(build, vllm, smollm2_path):
 
 def test_rows_shifted_by_one_are_called_shifted(build, vllm, smollm2_path, monkeypatch):
     trainer = build(str(smollm2_path), **VLLM)
-    read = vllm_engine.read_flat_logprobs
+    read = Capture.read
 
     def shifted(*args, **kwargs):
         logprobs, rows, repaired = read(*args, **kwargs)
         return logprobs, rows[np.roll(np.arange(len(rows)), 1)], repaired
 
-    monkeypatch.setattr(vllm_engine, "read_flat_logprobs", shifted)
+    monkeypatch.setattr(Capture, "read", shifted)
     with pytest.raises(SupportError, match="rows are shifted by one"):
         trainer.train()
     assert steps_done(trainer) == 0
@@ -98,31 +101,41 @@ def test_rows_shifted_by_one_are_called_shifted(build, vllm, smollm2_path, monke
 
 def test_a_row_without_its_sampled_token_is_named(build, vllm, smollm2_path, monkeypatch):
     trainer = build(str(smollm2_path), **VLLM)
-    read = vllm_engine.read_flat_logprobs
+    read = Capture.read
 
-    def without_sampled(completion, *args, **kwargs):
-        logprobs, rows, repaired = read(completion, *args, **kwargs)
+    def without_sampled(*args, **kwargs):
+        logprobs, rows, repaired = read(*args, **kwargs)
         lists = rows.to_lists()
         lists[2] = [token + 1 for token in lists[2]]
         return logprobs, SupportRows.from_ragged(lists), repaired
 
-    monkeypatch.setattr(vllm_engine, "read_flat_logprobs", without_sampled)
+    monkeypatch.setattr(Capture, "read", without_sampled)
     with pytest.raises(SupportError, match="support of token 2 .* does not hold the sampled id"):
         trainer.train()
     assert steps_done(trainer) == 0
 
 
-def test_an_engine_without_logprobs_is_named(build, vllm, smollm2_path, monkeypatch, shared_llm):
-    trainer = build(str(smollm2_path), **VLLM)
+@pytest.mark.parametrize(
+    ("capture", "name", "says"),
+    [
+        ("logprobs", "logprobs", "the engine returned no log-probs"),
+        ("worker", "logprobs", "0 log-prob positions"),
+        ("worker", "sampling_mask", "the engine returned no sampling mask"),
+    ],
+)
+def test_an_engine_that_reports_nothing_is_named(
+    build, vllm, smollm2_path, monkeypatch, shared_llm, capture, name, says
+):
+    trainer = build(str(smollm2_path), **VLLM, support_capture=capture)
     generate = shared_llm.generate
 
-    def without_logprobs(*args, **kwargs):
+    def without(*args, **kwargs):
         outputs = generate(*args, **kwargs)
-        outputs[1].outputs[0].logprobs = None
+        setattr(outputs[1].outputs[0], name, None)
         return outputs
 
-    monkeypatch.setattr(shared_llm, "generate", without_logprobs)
-    with pytest.raises(SupportCaptureError, match="vLLM request .*: the engine returned no log-probs"):
+    monkeypatch.setattr(shared_llm, "generate", without)
+    with pytest.raises(SupportCaptureError, match=f"vLLM request .*: {says}"):
         trainer.train()
     assert steps_done(trainer) == 0
 
@@ -184,8 +197,27 @@ def test_several_unsupported_tokens_are_refused(build, tiny_model_path, monkeypa
 
 
 def test_an_engine_without_the_mask_is_refused(build, smollm2_path, vllm):
-    with pytest.raises(ValueError, match="support_capture='native' is not available on a CPU"):
+    with pytest.raises(ValueError, match="support_capture='native' is not available: .* V1.* Set .*='worker'"):
         build(str(smollm2_path), **VLLM, support_capture="native")
+
+
+def test_a_hook_of_the_users_own_leaves_supports_to_logprobs(build, smollm2_path, vllm):
+    """vLLM takes one extension of its worker."""
+    own = {"vllm_engine_kwargs": {"worker_extension_cls": "a.B"}}
+    assert build(str(smollm2_path), **VLLM, **own).vllm_generation.capture == "logprobs"
+    with pytest.raises(ValueError, match="support_capture='worker' is not available: .*worker_extension_cls'.='a.B'"):
+        build(str(smollm2_path), **VLLM, **own, support_capture="worker")
+    with pytest.raises(UnreplayableSettingError, match="top_p=0.9 cannot be replayed: .*='a.B' has its place"):
+        build(str(smollm2_path), **VLLM | {"top_k": 0}, **own)
+
+
+def test_an_older_engine_reads_logprobs_and_says_why(build, smollm2_path, vllm, monkeypatch, caplog):
+    monkeypatch.setattr(vllm_captures, "mask_channel_obstacle", lambda: "vLLM 0.27 has no channel")
+    with caplog.at_level("INFO", logger=vllm_captures.__name__):
+        assert build(str(smollm2_path), **VLLM).vllm_generation.capture == "logprobs"
+    assert "from vLLM's processed log-probs (vLLM 0.27 has no channel)" in caplog.text
+    with pytest.raises(UnreplayableSettingError, match="top_p=0.9 .*vLLM 0.27 has no channel.* Set top_k as well"):
+        build(str(smollm2_path), **VLLM | {"top_k": 0})
 
 
 def test_a_half_precision_engine_on_a_cpu_is_refused(build, smollm2_path, vllm):

@@ -65,6 +65,9 @@ def test_a_batch_of_truncated_completions_only_has_no_figures(build, tiny_model_
     ("settings", "generations"),
     [
         pytest.param({}, 2, id="top_k and top_p"),
+        pytest.param({"support_capture": "logprobs"}, 2, id="log-probs"),
+        pytest.param({"top_k": 0, "top_p": 0.95}, 2, id="top_p alone"),
+        pytest.param({"top_k": 0, "top_p": 1.0, "min_p": 0.02}, 2, id="min_p alone"),
         pytest.param({"temperature": 0.6}, 2, id="temperature 0.6"),
         pytest.param({"num_iterations": 2, "max_steps": 4}, 2, id="two optimizer steps a generation"),
         pytest.param({"lora": LORA, "beta": 0.05}, 2, id="LoRA with adapter reference"),
@@ -74,13 +77,33 @@ def test_a_batch_of_truncated_completions_only_has_no_figures(build, tiny_model_
     ],
 )
 def test_vllm_generation_is_replayed_exactly(build, vllm, smollm2_path, settings, generations):
-    trainer = build(str(smollm2_path), **VLLM, **settings)
+    trainer = build(str(smollm2_path), **VLLM | settings)
     trainer.train()
     logs = assert_replayed(trainer, generations)
-    assert vllm["max_logprobs"] == 24 and trainer.vllm_generation.capture == "logprobs"
+    capture = settings.get("support_capture", "worker")
+    assert trainer.vllm_generation.capture == capture
+    assert vllm.get("max_logprobs") == (24 if capture == "logprobs" else None)
     # TRL's own metric agrees with ours.
     for log in logs:
         assert log["sampling/sampling_logp_difference/max"] == pytest.approx(log["support/logprob_gap_max"], abs=1e-6)
+
+
+@pytest.mark.slow
+def test_four_thousand_tokens_of_top_p_alone_are_replayed_exactly(build, vllm, smollm2_path):
+    trainer = build(
+        str(smollm2_path),
+        use_vllm=True,
+        top_p=0.95,
+        max_completion_length=64,
+        per_device_train_batch_size=16,
+        max_steps=4,
+        learning_rate=1e-5,
+        generation_kwargs={"ignore_eos": True},
+    )
+    trainer.train()
+    logs = assert_replayed(trainer, 4)
+    assert sum(log["support/tokens"] for log in logs) == 4 * 16 * 64
+    assert sum(log["support/size_mean"] for log in logs) / 4 > 100  # far more than any number of log-probs
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ class Server(Protocol):
 
     Attributes:
         url: its base URL.
-        capture: `"native"` or `"logprobs"`: how it reports supports.
+        capture: `"worker"`, `"native"` or `"logprobs"`: how it reports supports.
         info: what it says of itself: at least `dtype` and `logprobs_mode` (`None` when it does not say), `max_n`,
             `unreplayable` (settings of its engine that break replay, each with value, reason and remedy),
             `weight_reload` (can it load weights from a folder?), `versions` (do its weights have names?) and `routes`
@@ -103,7 +103,7 @@ def check_server(server: Server, settings: SamplingSettings) -> None:
         remedy = "Lower it, or start the server with a larger --max-logprobs (SGLang: --sampling-mask-max-tokens)"
         raise UnreplayableSettingError("top_k", settings.top_k, reason, remedy)
     if server.info.get("needs_top_k") and settings.truncates and settings.top_k == 0:
-        reason = f"{server.url} records supports only for a finite top_k, and does not tell how large one may be"
+        reason = f"{server.url} records supports only for a finite top_k"
         remedy = "Set top_k (for example top_k=1000, which cuts little that top_p or min_p would keep)"
         raise UnreplayableSettingError("top_k", 0, reason, remedy)
 

@@ -63,6 +63,7 @@ class StockServer:
             "logprobs_mode": model_config.get("logprobs_mode"),
             "unreplayable": described(config_refusals(config)),
             "max_n": _MAX_N,
+            "needs_top_k": True,
             "weight_reload": False,
             "versions": False,
             "routes": False,

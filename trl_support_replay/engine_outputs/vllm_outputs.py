@@ -245,22 +245,22 @@ class _Candidates:
 
 
 def read_sampling_mask(completion: Any, request: str, trailing: bool = False) -> tuple[np.ndarray, SupportRows, int]:
-    """Log-probs and supports from the engine's own sampling mask (`return_sampling_mask=True`, `logprobs=0`).
+    """Log-probs and supports from sampling masks, the engine's own or those taken in its worker (`logprobs=0`).
 
-    Arguments, results and errors as in `read_flat_logprobs`; the mask is exact, so a sampled token that is missing from
+    Arguments, results and errors as in `read_flat_logprobs`; a mask is exact, so a sampled token that is missing from
     it is an error, not a repair.
     """
     sampled = np.asarray(completion.token_ids, dtype=np.int32)
     mask = completion.sampling_mask
     if mask is None:
         raise SupportCaptureError(
-            f"{request}: the engine returned no sampling mask for {len(sampled)} tokens. It needs vLLM 0.28 or newer "
-            "with Model Runner V2; with support_capture='logprobs' any supported vLLM works."
+            f"{request}: the engine returned no sampling mask for {len(sampled)} tokens. It needs vLLM 0.28 or newer; "
+            "with support_capture='logprobs' any supported vLLM works."
         )
     token_ids = mask.token_ids
     if len(token_ids) != len(sampled) and not (trailing and len(token_ids) > len(sampled)):
         raise SupportCaptureError(f"{request}: {len(token_ids)} sampling masks for {len(sampled)} tokens.")
-    rows = SupportRows.from_ragged(token_ids[: len(sampled)])
+    rows = SupportRows.from_ragged([np.asarray(ids, dtype=np.int32) for ids in token_ids[: len(sampled)]])
     contained = rows.contains(sampled)
     if not contained.all():
         position = int(np.argmin(contained))

@@ -63,7 +63,11 @@ def engine_builder(session: CaptureSession, args: Any) -> Callable[..., Any]:
             request_timeout=args.vllm_server_request_timeout,
             compression=args.vllm_server_compression,
         )
+    from .vllm_captures import choose_capture
     from .vllm_engine import SupportVLLMGeneration, policy_dtype_name
+
+    # What is known before the model is loaded is refused before.
+    choose_capture(args.support_capture, session.settings, args.vllm_engine_kwargs or {}, planned=True)
 
     def build(*engine_args: Any, **engine_kwargs: Any) -> Any:
         dtype = policy_dtype_name(session.model(), args) if args.vllm_dtype == "auto" else args.vllm_dtype
@@ -80,7 +84,7 @@ def engine_used(trainer: Any) -> dict[str, str]:
         versions = {str(s.info.get("engine_version", "unknown")) for s in trainer.vllm_generation.pool.servers}
         return {"name": "vllm", "version": ", ".join(sorted(versions))}
     if trainer.use_vllm:
-        from .vllm_engine import vllm_version
+        from .vllm_captures import vllm_version
 
         return {"name": "vllm", "version": str(vllm_version())}
     return {"name": "transformers", "version": transformers.__version__}

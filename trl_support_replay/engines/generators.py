@@ -102,7 +102,7 @@ class TransformersGenerator:
 
 
 class VLLMGenerator:
-    """vLLM in this process; needs a finite top_k."""
+    """vLLM, with supports from its worker or mask; from log-probs of older ones, which need a finite top_k."""
 
     name = "vllm"
     repaired = 0
@@ -117,39 +117,34 @@ class VLLMGenerator:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # nothing runs beside it, so no second process
         from vllm import LLM
 
-        from ..engine_outputs.vllm_outputs import num_candidates
-        from .vllm_engine import choose_capture, vllm_version
+        from .vllm_captures import choose_capture, open_capture, vllm_version
 
         self.version = str(vllm_version())
         self._request = request
-        self._native = choose_capture("auto") == "native"
-        top_k, dtype = request.settings.top_k, engine.get("dtype", dtype)
-        wanted = {"max_logprobs": num_candidates(top_k, dtype)}
-        extra: dict[str, Any] = {"return_sampling_mask": True} if self._native else wanted
-        settings: dict[str, Any] = {"model": model, "dtype": dtype, "logprobs_mode": "processed_logprobs"}
-        self._llm = LLM(**(settings | extra | engine))
+        kwargs: dict[str, Any] = {"model": model, "dtype": dtype, "logprobs_mode": "processed_logprobs", **engine}
+        self._capture = choose_capture("auto", request.settings, kwargs)
+        self._llm = LLM(**{**self._capture.engine_kwargs(request.settings.top_k, kwargs["dtype"]), **kwargs})
         check_engine(self._llm.llm_engine.vllm_config)
-        config = self._llm.llm_engine.model_config
-        self._width = num_candidates(top_k, config.dtype, config.get_vocab_size(), config.max_logprobs)
+        open_capture(self._llm, self._capture)
 
     def generate(self, prompts: Sequence[Sequence[int]], batch: int) -> list[Trace]:
         from vllm import SamplingParams
 
-        from ..engine_outputs.vllm_outputs import read_flat_logprobs, read_sampling_mask
-
         settings, request = self._request.settings, self._request
+        capturing = self._capture.request_kwargs(settings.top_k, self._llm.llm_engine.model_config)
         params = [
             SamplingParams(
-                n=request.num_generations,
-                temperature=settings.temperature,
-                top_p=settings.top_p,
-                top_k=settings.top_k,
-                min_p=settings.min_p,
-                max_tokens=request.max_tokens,
-                seed=(request.seed + batch) * 100_003 + i,
-                detokenize=False,
-                logprobs=0 if self._native else self._width,
-                flat_logprobs=not self._native,
+                **{
+                    "n": request.num_generations,
+                    "temperature": settings.temperature,
+                    "top_p": settings.top_p,
+                    "top_k": settings.top_k,
+                    "min_p": settings.min_p,
+                    "max_tokens": request.max_tokens,
+                    "seed": (request.seed + batch) * 100_003 + i,
+                    "detokenize": False,
+                    **capturing,
+                }
             )
             for i in range(len(prompts))
         ]
@@ -158,10 +153,7 @@ class VLLMGenerator:
         for output in self._llm.generate(inputs, params, use_tqdm=False):
             for completion in output.outputs:
                 where = f"vLLM request {output.request_id}"
-                if self._native:
-                    logprobs, supports, repaired = read_sampling_mask(completion, where)
-                else:
-                    logprobs, supports, repaired = read_flat_logprobs(completion, settings.top_k, where)
+                logprobs, supports, repaired = self._capture.read(completion, settings.top_k, where)
                 self.repaired += repaired
                 traces.append(_trace(output.prompt_token_ids or [], completion.token_ids, logprobs, supports))
         return traces

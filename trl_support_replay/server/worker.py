@@ -1,4 +1,4 @@
-"""What runs inside each of vLLM's workers: loading a version of the weights from the shared folder.
+"""What runs inside each of vLLM's workers: loading a version of the weights from the shared folder, taking supports.
 
 vLLM mixes this class into its own worker (`--worker-extension-cls`), so its methods can be called on every worker of
 the engine. It is given file names by the server, which has checked them, and reads nothing but safetensors.
@@ -13,8 +13,15 @@ import torch
 
 from ..libraries.vllm_cpu import repack_on_cpu
 
+try:
+    from ..engine_outputs.vllm_worker import CaptureWorkerExtension
+except ImportError:  # an older vLLM, whose supports are read from log-probs
 
-class ReloadWorkerExtension:
+    class CaptureWorkerExtension:  # type: ignore[no-redef]
+        """Nothing."""
+
+
+class ReloadWorkerExtension(CaptureWorkerExtension):
     """Methods that `vllm-serve` adds to vLLM's workers."""
 
     def support_replay_reload(self, files: list[str]) -> None:

@@ -20,7 +20,7 @@ else:
 logger = logging.getLogger(__name__)
 
 _CHOICES = {
-    "support_capture": ("auto", "native", "logprobs"),
+    "support_capture": ("auto", "worker", "native", "logprobs"),
     "synthetic_eos": ("full_vocab", "mask", "error"),
     "replay_check": ("raise", "warn", "off"),
     "entropy_scope": ("auto", "full", "support"),
@@ -39,10 +39,11 @@ class ReplayConfig(_TRLConfig):
     support_capture: str = field(
         default="auto",
         metadata={
-            "help": "How vLLM reports the support of each token. 'native': the engine's own sampling mask (vLLM 0.28 "
-            "or newer with Model Runner V2 on a GPU). 'logprobs': the finite entries of the top-k processed log-probs "
-            "(any supported vLLM, also on a CPU). 'auto' takes the native mask where the engine has it. The choice is "
-            "logged.",
+            "help": "How vLLM reports the support of each token. 'worker': it is taken inside the engine, where the "
+            "token is drawn (vLLM 0.28 or newer with Model Runner V1, also on a CPU; any truncation). 'native': the "
+            "engine's own sampling mask (vLLM 0.28 or newer with Model Runner V2 on a GPU; any truncation). "
+            "'logprobs': the finite entries of the top-k processed log-probs (any supported vLLM; needs a top_k). "
+            "'auto' takes 'worker' or 'native', whichever the engine has, else 'logprobs'. The choice is logged.",
             "choices": list(_CHOICES["support_capture"]),
         },
     )

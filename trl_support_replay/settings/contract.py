@@ -255,29 +255,44 @@ def _check_vllm(args: Any, settings: SamplingSettings, replays: bool) -> Iterato
             "Give these settings to the server as flags",
         )
         return
-    if settings.truncates and settings.top_k == 0:
-        name = "top_p" if settings.top_p < 1 else "min_p"
-        yield UnreplayableSettingError(
-            name,
-            getattr(settings, name),
-            "without top_k nothing bounds the support, and vLLM reports only a bounded number of candidates",
-            "Set top_k as well (for example top_k=100, which cuts little that top_p or min_p would keep), or use "
-            "use_vllm=False, whose capture has no bound",
-        )
     yield from _judge(engine_kwargs, vllm.ENGINE, "vllm_engine_kwargs[{!r}]", settings.truncates, replays)
     max_logprobs = engine_kwargs.get("max_logprobs")
     if not isinstance(max_logprobs, int | None):
         reason, remedy = "it is not a value of this setting", "Leave it out (it is set for you)"
         yield UnreplayableSettingError("vllm_engine_kwargs['max_logprobs']", max_logprobs, reason, remedy)
-    elif max_logprobs is not None and 0 <= max_logprobs < settings.top_k:
+        max_logprobs = None
+    if getattr(args, "support_capture", "auto") == "logprobs":
+        yield from beyond_logprobs(settings, max_logprobs, "support_capture='logprobs'")
+    if not in_server:  # a server tells of its own
+        yield from installed_logits_processors()
+
+
+def beyond_logprobs(
+    settings: SamplingSettings, max_logprobs: int | None, why: str
+) -> Iterator[UnreplayableSettingError]:
+    """A refusal of each setting under which log-probs of the best candidates do not hold a whole support.
+
+    Args:
+        settings: what is sampled with.
+        max_logprobs: what the engine's is set to; `None` when the capture sets it.
+        why: why supports are read from log-probs.
+    """
+    if settings.truncates and settings.top_k == 0:
+        name = "top_p" if settings.top_p < 1 else "min_p"
+        yield UnreplayableSettingError(
+            name,
+            getattr(settings, name),
+            f"without top_k nothing bounds the support, and it is read from a bounded number of log-probs ({why})",
+            "Set top_k as well (for example top_k=100, which cuts little that top_p or min_p would keep), or sample "
+            "with what records supports of any size: vLLM 0.28 or newer with support_capture='auto', or use_vllm=False",
+        )
+    if max_logprobs is not None and 0 <= max_logprobs < settings.top_k:
         yield UnreplayableSettingError(
             "vllm_engine_kwargs['max_logprobs']",
             max_logprobs,
-            f"it is smaller than top_k={settings.top_k}, so the engine could not report a whole support",
+            f"it is smaller than top_k={settings.top_k}, so the engine could not report a whole support ({why})",
             "Leave it out (it is set for you) or make it larger than top_k",
         )
-    if not in_server:  # a server tells of its own
-        yield from installed_logits_processors()
 
 
 def installed_logits_processors() -> Iterator[UnreplayableSettingError]:

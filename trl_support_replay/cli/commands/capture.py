@@ -45,7 +45,7 @@ class Options:
     max_tokens: int = option("longest completion", 256, positive)
     temperature: float = option("1 leaves the model's probabilities as they are", 1.0, above_zero)
     top_p: float = option("1 is off", 1.0, mass)
-    top_k: int = option("0 is off; vLLM needs one", 0, int)
+    top_k: int = option("0 is off; older vLLM needs one", 0, int)
     min_p: float = option("0 is off", 0.0, below_one)
     batch_size: int = option("prompts per shard", 8, positive)
     limit: int | None = option("only the first so many prompts", None, positive)

@@ -144,6 +144,8 @@ ENGINE: dict[str, Field] = {
 # `VllmConfig` and its `ModelConfig` also hold what vLLM derives.
 BUILT: dict[str, Field] = {
     **ENGINE,
+    # The import path of our own, which is vLLM's scheduler with one attribute set.
+    "scheduler_cls": unreplayable(_CODE, "trl_support_replay.engine_outputs.vllm_worker.capture_scheduler"),
     **harmless("""
         model_config cache_config parallel_config scheduler_config device_config load_config offload_config lora_config
         observability_config quant_config instance_id hf_config hf_text_config word_embeddings_untied_by_checkpoint
