@@ -1,4 +1,4 @@
-"""Settings of every test process, and the two language models that tests share."""
+"""Settings of every test process, and the language models that tests share."""
 
 from __future__ import annotations
 
@@ -44,29 +44,37 @@ def smollm2_path() -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_llama_path(smollm2_path, tmp_path_factory) -> Path:
-    """A random Llama with SmolLM2's tokenizer: 2 layers, hidden size 64, 4 heads, 2 key-value heads, 49,152 tokens."""
+def tiny_model_path(tmp_path_factory) -> str:
+    """A Llama with 99 characters and sharp logits."""
+    from tests.tiny_models import save_tiny_model
+
+    return save_tiny_model(tmp_path_factory.mktemp("models") / "tiny-chars")
+
+
+@pytest.fixture(scope="session")
+def moe_path(tmp_path_factory) -> str:
+    """A Qwen3-MoE with a dense first layer and routers sharp enough for routes to matter."""
     import torch
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    from tests.tiny_models import qwen3_moe, save
+
+    model = qwen3_moe(sharpness=15, mlp_only_layers=[0], decoder_sparse_step=1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "experts" in name or name.endswith("gate.weight"):
+                parameter.mul_(10)
+    return save(model, tmp_path_factory.mktemp("models") / "tiny-moe")
+
+
+@pytest.fixture(scope="session")
+def tiny_llama_path(smollm2_path, tmp_path_factory) -> str:
+    """A Llama with sharp logits and SmolLM2's tokenizer of 49,152 tokens."""
+    from transformers import AutoTokenizer
+
+    from tests.tiny_models import llama, save
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2_path)
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=2048,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            tie_word_embeddings=False,
-        )
-    )
-    path = tmp_path_factory.mktemp("models") / "tiny-llama"
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
+    # vLLM on a CPU has no attention with heads of less than 32.
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 64, "head_dim": 32, "max_position_embeddings": 2048}
+    model = llama(sharpness=30, **sizes)
+    return save(model, tmp_path_factory.mktemp("models") / "tiny-llama", tokenizer)

@@ -10,8 +10,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.trainers.conftest import tiny_model_path  # noqa: F401
-from tests.trainers.test_routes import moe_path  # noqa: F401
 from trl_support_replay.analysis.audit import AuditTraces
 from trl_support_replay.engines.transformers_generate import ScoresRecorder, recording
 from trl_support_replay.rollouts.recorder import SupportRecorder
@@ -78,12 +76,12 @@ def edited(source, edit):
 
 
 @pytest.fixture(scope="session")
-def dense(tiny_model_path):  # noqa: F811
+def dense(tiny_model_path):
     return AutoModelForCausalLM.from_pretrained(tiny_model_path).eval()
 
 
 @pytest.fixture(scope="session")
-def moe(moe_path):  # noqa: F811
+def moe(moe_path):
     return AutoModelForCausalLM.from_pretrained(moe_path).eval()
 
 

@@ -61,7 +61,7 @@ def saved(dense, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def other_model(dense, tiny_model_path, tmp_path_factory):  # noqa: F811
+def other_model(dense, tiny_model_path, tmp_path_factory):
     path = tmp_path_factory.mktemp("models") / "other"
     model = copy.deepcopy(dense)
     model.lm_head.weight.data.mul_(0.9)
@@ -71,7 +71,7 @@ def other_model(dense, tiny_model_path, tmp_path_factory):  # noqa: F811
 
 
 @pytest.fixture(scope="module")
-def written(saved, other_model, tiny_model_path, tmp_path_factory):  # noqa: F811
+def written(saved, other_model, tiny_model_path, tmp_path_factory):
     """Report and folder of an audit with stale weights."""
     output = tmp_path_factory.mktemp("audit") / "report"
     argv = ("audit", "--traces", saved, "--model", other_model, "--sampler", tiny_model_path, "--output", output)
@@ -208,7 +208,7 @@ def test_several_temperatures_are_refused(dense, tmp_path, capsys):
     assert "audit them apart" in capsys.readouterr().err
 
 
-def test_a_live_trainers_model_can_be_audited(tiny_model_path, tmp_path):  # noqa: F811
+def test_a_live_trainers_model_can_be_audited(tiny_model_path, tmp_path):
     """The traces of its first batch were sampled with the weights that it started with."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM

@@ -8,8 +8,6 @@ import pytest
 import torch
 
 from tests.analysis.conftest import dense, edited, moe, sample  # noqa: F401
-from tests.trainers.conftest import tiny_model_path  # noqa: F401
-from tests.trainers.test_routes import moe_path  # noqa: F401
 from trl_support_replay.analysis.audit import token_scores
 from trl_support_replay.analysis.audit.token_scores import RecordedTokens, TokenScorer
 from trl_support_replay.checks.replay_check import explain

@@ -10,7 +10,6 @@ import torch
 from benchmarks.check_power import Pool, new_check
 from tests.analysis.conftest import dense, sample  # noqa: F401
 from tests.ranks import run_on_ranks
-from tests.trainers.conftest import tiny_model_path  # noqa: F401
 from trl_support_replay.analysis.audit.temperature import logprobs_at_temperature
 from trl_support_replay.analysis.audit.token_scores import RecordedTokens, TokenScorer
 from trl_support_replay.checks.replay_check import ReplayCheck

@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from tests.trainers.conftest import tiny_model_path as tiny_model_path
 from trl_support_replay.cli.main import main
 
 CLI = [sys.executable, "-m", "trl_support_replay"]

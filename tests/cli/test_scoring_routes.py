@@ -9,7 +9,6 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from tests.cli.conftest import run_cli
-from tests.trainers.test_routes import moe_path as moe_path
 from trl_support_replay.analysis.audit.token_scores import routes_for
 from trl_support_replay.routing import RouteBatch, RouterReplay
 from trl_support_replay.traces.columns import Trace, table_to_traces, traces_to_table

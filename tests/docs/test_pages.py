@@ -16,7 +16,7 @@ import yaml
 
 from scripts.make_reference import PAGES as GENERATED
 from tests.docs.pages import PAGES, ROOT, anchors, blocks, links
-from tests.trainers.conftest import build, checksum_reward, sums, tiny_model_path  # noqa: F401
+from tests.trainers.conftest import build, checksum_reward, sums  # noqa: F401
 from trl_support_replay.cli.main import command_modules, main
 
 TITLES = [page.name for page in PAGES]
@@ -46,7 +46,7 @@ def test_blocks_are_of_a_known_kind_and_parse(page):
 
 
 @pytest.fixture
-def two_steps(monkeypatch, tiny_model_path, tmp_path):  # noqa: F811
+def two_steps(monkeypatch, tiny_model_path, tmp_path):
     """What a page leaves to the machine: where it runs, for how long, and on which model."""
     import trl_support_replay
     from trl_support_replay import SupportReplayGRPOConfig

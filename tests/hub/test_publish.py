@@ -12,7 +12,6 @@ from huggingface_hub import DatasetCard, HfApi, ModelCard
 
 from tests.hub.fake_hub import TOKEN, FakeHub
 from tests.processes import environment
-from tests.trainers.conftest import tiny_model_path  # noqa: F401
 from trl_support_replay.hub.model_card import add_section, section, summarize
 from trl_support_replay.hub.traces import push_traces, traces_card
 from trl_support_replay.traces.columns import TraceSchemaError, table_to_traces
@@ -38,7 +37,7 @@ def run(hub, folder, *command, token=TOKEN):
 
 
 @pytest.fixture(scope="module")
-def published(tiny_model_path, tmp_path_factory):  # noqa: F811
+def published(tiny_model_path, tmp_path_factory):
     folder = tmp_path_factory.mktemp("published")
     with FakeHub() as hub:
         done = run(hub, folder, ROOT / "tests" / "hub" / "train_and_push.py", tiny_model_path, folder)

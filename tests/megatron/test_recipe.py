@@ -18,10 +18,10 @@ RECIPE = ROOT / "recipes" / "megatron"
 
 
 def run(script: str, *arguments: str, num_ranks: int = 1) -> str:
-    """Output of a script under torchrun."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    """Output of a script, under torchrun if there are several ranks."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     process = subprocess.Popen(
-        [*command, ON_CPU, str(RECIPE / script), *arguments],
+        [sys.executable, *(torchrun if num_ranks > 1 else ()), ON_CPU, str(RECIPE / script), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -39,8 +39,8 @@ def run(script: str, *arguments: str, num_ranks: int = 1) -> str:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("megatron")
-    output = run("make_traces.py", f"--folder={folder}", "--prompts=4", "--longest=10")
-    assert output.startswith("16 traces of ")
+    output = run("make_traces.py", f"--folder={folder}", "--prompts=2", "--longest=8")
+    assert output.startswith("8 traces of ")
     return folder
 
 

@@ -18,7 +18,6 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import trl_support_replay
-from tests.trainers.conftest import tiny_model_path  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -159,7 +158,7 @@ print("@log " + json.dumps(trainer.state.log_history))
 
 
 @pytest.mark.slow
-def test_the_wheel_trains_with_core_dependencies_alone(bare, tiny_model_path, tmp_path):  # noqa: F811
+def test_the_wheel_trains_with_core_dependencies_alone(bare, tiny_model_path, tmp_path):
     code, output, errors = run(bare / "python", "-c", TRAIN, tiny_model_path, tmp_path)
     assert code == 0, errors
     (line,) = (line for line in output.splitlines() if line.startswith("@log "))

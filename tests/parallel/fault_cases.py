@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from datasets import Dataset, load_dataset
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.trainers.conftest import character_tokenizer
+from tests.tiny_models import character_tokenizer, llama
+from tests.trainers.conftest import QUIET
 from trl_support_replay import SupportReplayGRPOConfig, SupportReplayGRPOTrainer
 from trl_support_replay.engines.transformers_generate import ScoresRecorder
 from trl_support_replay.parallel.processes import agreeing, agreeing_around, alone
@@ -108,41 +108,17 @@ def failures(folder: str) -> dict[str, Any]:
 def trainer_faults(folder: str) -> dict[str, Any]:
     """What training raises when one of its parts fails on rank 1."""
     rank, place = dist.get_rank(), Path(folder)
-    tokenizer = character_tokenizer()
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
 
     def build(name: str, train_dataset: Any = None, rollout_func: Any = None, **settings: Any) -> Any:
-        args = SupportReplayGRPOConfig(
-            output_dir=str(place / name),
-            use_cpu=True,
-            bf16=False,
-            report_to=[],
-            disable_tqdm=True,
-            save_strategy="no",
-            max_steps=1,
-            per_device_train_batch_size=4,
-            num_generations=4,
-            max_completion_length=LENGTH,
-            top_p=0.9,
-            **{"replay_check": "off"} | settings,
-        )
+        run = {"output_dir": str(place / name), "max_steps": 1, "max_completion_length": LENGTH, "top_p": 0.9}
+        args = SupportReplayGRPOConfig(**QUIET | run | {"replay_check": "off"} | settings)
         prompts = Dataset.from_dict({"prompt": [str(i) for i in range(8)]})
         return SupportReplayGRPOTrainer(
-            LlamaForCausalLM(config),
+            llama(hidden_size=16, num_hidden_layers=1),
             lambda completion_ids, **_: [float(sum(ids) % 7) for ids in completion_ids],
             args,
             train_dataset=prompts if train_dataset is None else train_dataset,
-            processing_class=tokenizer,
+            processing_class=character_tokenizer(),
             rollout_func=rollout_func,
         )
 

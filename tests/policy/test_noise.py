@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from tests.parts import require
+from tests.tiny_models import character_tokenizer
 from trl_support_replay import (
     SupportReplayGRPOConfig,
     SupportReplayRLOOConfig,
@@ -20,7 +21,6 @@ from trl_support_replay.policy.model_probe import Probe, UnreplayableModelError
 from trl_support_replay.policy.noise import noise_settings, silence
 from trl_support_replay.trainers.replayed_models import ReplayedModels
 
-from ..trainers.conftest import character_tokenizer
 from ..trainers.test_replay import assert_replayed
 
 require("peft")

@@ -9,7 +9,6 @@ import pytest
 import yaml
 
 from tests.processes import environment
-from tests.trainers.conftest import tiny_model_path  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -77,7 +76,7 @@ use_cpu: true
 
 
 @pytest.mark.slow
-def test_a_recipe_starts_its_own_processes(tiny_model_path, tmp_path):  # noqa: F811
+def test_a_recipe_starts_its_own_processes(tiny_model_path, tmp_path):
     """The launch configuration that it names, with the number of processes that it says."""
     launch, recipe, output = tmp_path / "launch.yaml", tmp_path / "recipe.yaml", tmp_path / "run"
     launch.write_text(LAUNCH)

@@ -1,11 +1,6 @@
-"""Three training steps through forced routes, sharded over two processes or in one.
-
-torchrun --nproc-per-node 2 -m tests.routing.sharded_training {fsdp2,zero3} {none,reentrant,non_reentrant} weights.pt
-"""
+"""Three training steps through forced routes, sharded over two processes or in one."""
 
 from __future__ import annotations
-
-import sys
 
 import torch
 import torch.distributed as dist
@@ -75,7 +70,7 @@ def fsdp2(kind: str) -> dict[str, torch.Tensor]:
         optimizer.zero_grad()
 
     rank_steps(model, replay, dist.get_rank(), lambda loss: loss.backward(), update)
-    return {name: p.detach().full_tensor() for name, p in model.named_parameters()}
+    return {name: p.detach().full_tensor().clone() for name, p in model.named_parameters()}
 
 
 def zero3(kind: str) -> dict[str, torch.Tensor]:
@@ -100,17 +95,6 @@ def zero3(kind: str) -> dict[str, torch.Tensor]:
         return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    sharding, checkpointing, path = sys.argv[1:]
-    if sharding == "zero3":
-        import deepspeed
-
-        deepspeed.init_distributed(dist_backend="gloo")
-    else:
-        dist.init_process_group("gloo")
-    weights = {"fsdp2": fsdp2, "zero3": zero3}[sharding](checkpointing)
-    if dist.get_rank() == 0:
-        torch.save(weights, path)
-    dist.barrier()
-    dist.destroy_process_group()
+def train(sharding: str, checkpointing: str) -> dict[str, torch.Tensor]:
+    """The weights after all steps, on each rank; `sharding` is "fsdp2" or "zero3"."""
+    return {"fsdp2": fsdp2, "zero3": zero3}[sharding](checkpointing)

@@ -14,18 +14,25 @@ def close(compiled, eager, tolerance):
         torch.testing.assert_close(grad, eager.grads[name.replace("_orig_mod.", "")], atol=tolerance, rtol=0)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(
-    ("backend", "tolerance"),
+    ("backend", "tolerance", "checkpointing"),
     [
-        ("eager", 0.0),
-        pytest.param("aot_eager", 0.0, marks=pytest.mark.slow),
-        pytest.param("inductor", 2e-5, marks=pytest.mark.slow),
+        ("eager", 0.0, True),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("eager", 0.0, False),
+                ("aot_eager", 0.0, False),
+                ("aot_eager", 0.0, True),
+                ("inductor", 2e-5, False),
+                ("inductor", 2e-5, True),
+            )
+        ),
     ],
 )
 def test_compiled_models_replay_each_batch_anew(backend, tolerance, checkpointing):
     torch._dynamo.reset()
-    model = build("qwen3_moe", experts="batched_mm")
+    model = build("qwen3_moe", experts="batched_mm", num_hidden_layers=2)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     ids = tokens()
@@ -38,7 +45,7 @@ def test_compiled_models_replay_each_batch_anew(backend, tolerance, checkpointin
     compiled = torch.compile(model, backend=backend)
     close(train_step(compiled, ids), eager[0], tolerance)
     replay = RouterReplay(compiled)
-    assert replay.layers == (1, 2)
+    assert replay.layers == (1,)
     for batch, expected in zip(batches, eager[1:], strict=True):
         with replay.scope(batch) as scope:
             close(train_step(compiled, ids), expected, tolerance)
@@ -48,7 +55,7 @@ def test_compiled_models_replay_each_batch_anew(backend, tolerance, checkpointin
 
 def test_one_graph_for_the_whole_model_is_refused():
     torch._dynamo.reset()
-    model = build("qwen3_moe", experts="batched_mm")
+    model = build("qwen3_moe", experts="batched_mm", num_hidden_layers=2)
     replay = RouterReplay(model)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="routed experts are replayed outside of the graph"):

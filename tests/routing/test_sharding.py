@@ -1,13 +1,10 @@
 """FSDP2 and ZeRO-3 over two processes: same weights as one process, and no rank waits for an expert it does not use."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
+from tests.ranks import run_on_ranks
+from tests.routing.moe_families import build
 from tests.routing.sharded_training import single_process
 
 NEEDS_DEEPSPEED = pytest.mark.needs("deepspeed")
@@ -29,29 +26,15 @@ def expected():
         pytest.param("zero3", "reentrant", marks=[NEEDS_DEEPSPEED, pytest.mark.slow]),
     ],
 )
-def test_three_steps_reach_the_weights_of_one_process(tmp_path, expected, sharding, checkpointing):
-    path = tmp_path / "weights.pt"
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*launch, "-m", "tests.routing.sharded_training", sharding, checkpointing, str(path)],
-        env=environment,
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    weights = torch.load(path)
-    assert weights.keys() == expected.keys()
-    for name, weight in weights.items():
-        torch.testing.assert_close(weight, expected[name], atol=1e-5, rtol=0, msg=lambda m, name=name: f"{name}: {m}")
+def test_three_steps_reach_the_weights_of_one_process(expected, sharding, checkpointing):
+    for weights in run_on_ranks(2, "tests.routing.sharded_training:train", sharding, checkpointing):
+        assert weights.keys() == expected.keys()
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, expected[name], atol=1e-5, rtol=0, msg=f"{name}: {{}}".format)
 
 
 def test_the_steps_move_the_routers(expected):
     """Otherwise equal weights would say little."""
-    from tests.routing.moe_families import build
-
     fresh = dict(build("qwen3_moe").named_parameters())
     for layer in (1, 2):
         name = f"model.layers.{layer}.mlp.gate.weight"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import os
 from typing import Any
 from unittest.mock import patch
 
@@ -244,7 +243,6 @@ def cases(backends: tuple[str, ...], world: int) -> dict[str, tuple]:
 
 def run(backends: tuple[str, ...]) -> dict[str, list[str]]:
     """For each case what went wrong on this rank."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
     found = cases(backends, dist.get_world_size())
     if why_not("peft"):
         found = {name: case for name, case in found.items() if "-lora-" not in name}

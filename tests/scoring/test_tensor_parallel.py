@@ -18,7 +18,12 @@ def outcome(world: int) -> list[dict[str, str | None]]:
     return run_on_ranks(world, RUN)
 
 
-@pytest.mark.parametrize(("world", "case"), [(world, case) for world in (2, 4) for case in cases(world)])
+SLOW = {2: (), 4: pytest.mark.slow}
+
+
+@pytest.mark.parametrize(
+    ("world", "case"), [pytest.param(world, case, marks=SLOW[world]) for world in SLOW for case in cases(world)]
+)
 def test_scores_gradients_and_collectives(world, case):
     """One maximum and one sum forward, one sum backward; values and gradients to 1e-6 of float64 in one process."""
     for rank, results in enumerate(outcome(world)):

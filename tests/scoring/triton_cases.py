@@ -51,8 +51,13 @@ def check(dtype: torch.dtype, width: int, parts: str) -> None:
 def main() -> None:
     plan.BLOCK_ROWS = {"cpu": 6}
     kernels_triton.BLOCK_PAIRS, kernels_triton.BLOCK_WIDTH = 4, 16
-    for dtype, width in ((torch.float64, 16), (torch.float32, 37), (torch.bfloat16, 21), (torch.float16, 5)):
-        for parts in ("plain", "column-major", "all"):
+    for dtype, width, *cases in (
+        (torch.float64, 16, "all"),
+        (torch.float32, 37, "plain", "column-major", "all"),
+        (torch.bfloat16, 21, "column-major"),
+        (torch.float16, 5, "all"),
+    ):
+        for parts in cases:
             check(dtype, width, parts)
     # Pairs one by one and union products side by side in one plan.
     support = SupportCSR.from_lists([[i, i + 20, i + 40] for i in range(6)] + [list(range(20))] * 6)

@@ -4,10 +4,11 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from tests.tiny_models import character_tokenizer
 from trl_support_replay.client.pool import ServerPool
 from trl_support_replay.client.transport import Retry
 
-from ..trainers.conftest import build, character_tokenizer, tiny_model_path  # noqa: F401
+from ..trainers.conftest import build  # noqa: F401
 from .fakes import FakeEngine, HTTPServer, serving
 from .vllm_process import VLLMServe
 

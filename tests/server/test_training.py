@@ -65,7 +65,9 @@ def test_training_follows_the_servers_weights(build, moe_server, tiny_moe_path):
     (version,) = (path.name for path in written if not path.name.startswith("."))
     assert version.endswith("-000003"), "one version a step, and only the last is kept"
     facts = run_facts(trainer)  # for the model card
-    assert facts["engine"] == f"vllm {vllm_version()}" and facts["supports from"] == "the engine's sampler, in its worker"
+    assert (
+        facts["engine"] == f"vllm {vllm_version()}" and facts["supports from"] == "the engine's sampler, in its worker"
+    )
 
 
 def test_without_truncation_it_is_stock_training_over_the_same_server(build, moe_server, tiny_moe_path):

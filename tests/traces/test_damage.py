@@ -13,14 +13,13 @@ import pytest
 
 from tests.processes import environment
 from tests.traces import damage
-from tests.trainers.conftest import tiny_model_path  # noqa: F401
 from trl_support_replay.traces.columns import TraceSchemaError, table_to_traces, traces_to_table
 from trl_support_replay.traces.reading import trace_dataset, trace_tables, traces_of
 from trl_support_replay.traces.record import FolderRecord
 from trl_support_replay.traces.shards import ShardFolder, ShardFolderError
 
 
-def test_sixty_damaged_folders(tiny_model_path, tmp_path):  # noqa: F811
+def test_sixty_damaged_folders(tiny_model_path, tmp_path):
     rows = damage.fuzz(60, 7, tiny_model_path, tmp_path, models_every=9)
     assert [row for row in rows if row["outcome"] not in damage.GOOD] == []
     found = Counter(row["outcome"] for row in rows)
@@ -28,7 +27,7 @@ def test_sixty_damaged_folders(tiny_model_path, tmp_path):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_five_hundred_damaged_folders(tiny_model_path):  # noqa: F811
+def test_five_hundred_damaged_folders(tiny_model_path):
     """In a process of its own, which a reader that follows wild offsets would end."""
     command = [sys.executable, "-m", "tests.traces.damage", "--number", "500", "--model", tiny_model_path]
     root = Path(__file__).parents[2]

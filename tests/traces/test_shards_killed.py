@@ -12,7 +12,7 @@ import pytest
 from trl_support_replay.traces.columns import table_to_traces
 from trl_support_replay.traces.shards import ShardFolder
 
-NUM_SHARDS = 120
+NUM_SHARDS = 60
 # Writers are forked from a process that has imported everything and used nothing yet, so that each starts at once. Its
 # orders are a folder and when to kill the writer: seconds after its first shard, or "never".
 WRITERS = """

@@ -1,6 +1,6 @@
-"""Trains a tiny model for three steps on fixed rollouts and saves what came out; run by `accelerate launch`.
+"""Trains a tiny model for three steps on fixed rollouts, in as many processes as there are.
 
-    accelerate launch ... tests/trainers/sharding_worker.py MODEL OUTPUT '{"per_device_train_batch_size": 2}'
+    accelerate launch ... -m tests.trainers.sharding_worker MODEL OUTPUT '{"per_device_train_batch_size": 2}'
 
 The rollouts depend only on the prompt and its place in the batch, so any number of processes trains on the same data.
 """
@@ -11,6 +11,8 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -18,7 +20,9 @@ from accelerate import ParallelismConfig
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from tests.trainers.conftest import QUIET
 from trl_support_replay import SupportReplayGRPOConfig, SupportReplayGRPOTrainer
 from trl_support_replay.engines.sglang_server import SGLangRollout
 
@@ -56,45 +60,73 @@ def reward(completion_ids, **_):
     return [float(sum(ids) % 11) for ids in completion_ids]
 
 
-def main() -> None:
-    model, output, settings = sys.argv[1], Path(sys.argv[2]), json.loads(sys.argv[3])
+def zero(stage: int) -> dict[str, Any]:
+    """Configuration of DeepSpeed."""
+    return {
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_param_persistence_threshold": 0,  # shard even the small weights of a tiny model
+            "stage3_gather_16bit_weights_on_model_save": True,
+        },
+        "train_micro_batch_size_per_gpu": "auto",
+        "train_batch_size": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": 0.0,  # left out, Accelerate clips at 1
+        "zero_allow_untested_optimizer": True,
+    }
+
+
+def train(model: str, output: str, settings: dict[str, Any], zero_stage: int | None = None) -> dict[str, Any] | None:
+    """Weights, log and number of processes after three steps; `None` on all processes but the first.
+
+    Args:
+        model: folder of the model.
+        output: folder of the run.
+        settings: of the configuration, and `tensor_parallel`, `samples`, `sglang` and `lora`.
+        zero_stage: of DeepSpeed, said as `accelerate launch` says it.
+    """
+    if zero_stage is None:
+        return _train(model, Path(output), dict(settings))
+    Path(output).mkdir(parents=True, exist_ok=True)
+    config = Path(output) / f"deepspeed{os.environ['RANK']}.json"
+    config.write_text(json.dumps(zero(zero_stage)))
+    launched = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(config)}
+    with mock.patch.dict(os.environ, launched | {"ACCELERATE_DEEPSPEED_ZERO3_INIT": "false"}):
+        try:
+            return _train(model, Path(output), dict(settings))
+        finally:
+            unset_hf_deepspeed_config()
+
+
+def _train(model: Any, output: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
     peft_config = None
     tensor_parallel = settings.pop("tensor_parallel", False)
     samples = settings.pop("samples", False)
     sglang = settings.pop("sglang", None)
-    if settings.get("save_traces"):
-        settings["save_traces"] = str(output / "traces")
     if settings.pop("lora", False):
         from peft import LoraConfig
 
         peft_config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=True)
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
-    args = SupportReplayGRPOConfig(
-        output_dir=str(output),
+    defaults = QUIET | {
+        "output_dir": str(output),
         # Accelerate finds no backend for DeepSpeed on a CPU by itself, and use_cpu would win over DeepSpeed.
-        use_cpu=not deepspeed,
-        ddp_backend="gloo" if deepspeed else None,
-        bf16=False,
-        report_to=[],
-        disable_tqdm=True,
-        max_steps=3,
-        num_generations=4,
-        max_completion_length=LENGTH,
-        learning_rate=1e-2,
-        lr_scheduler_type="constant",
-        optim="sgd",
-        max_grad_norm=0.0,
-        logging_steps=1,
-        save_strategy="no",
-        seed=5,
-        top_p=0.9,
-        use_vllm=False,
-        replay_check="raise" if samples or sglang else "off",  # the log-probs of a made-up rollout are no policy's
-        loss_type="grpo",
-        shuffle_dataset=False,
-        **settings,
-    )
-    torch.set_num_threads(1)
+        "use_cpu": not deepspeed,
+        "ddp_backend": "gloo" if deepspeed else None,
+        "max_steps": 3,
+        "max_completion_length": LENGTH,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "optim": "sgd",
+        "max_grad_norm": 0.0,
+        "seed": 5,
+        "top_p": 0.9,
+        "use_vllm": False,
+        "replay_check": "raise" if samples or sglang else "off",  # the log-probs of a made-up rollout are no policy's
+        "loss_type": "grpo",
+        "shuffle_dataset": False,
+    }
+    args = SupportReplayGRPOConfig(**defaults | settings)
     if tensor_parallel:
         # Accelerate admits a ParallelismConfig on accelerators alone; all else that it does for one works on CPUs too.
         ParallelismConfig._validate_accelerator = lambda self, accelerator: None
@@ -114,11 +146,13 @@ def main() -> None:
     trainer.train()
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped) or {}
     state = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
-    if trainer.accelerator.is_main_process:
-        state = {name: value.float().cpu().clone() for name, value in state.items()}
-        result = {"state": state, "log": trainer.state.log_history, "processes": trainer.accelerator.num_processes}
-        torch.save(result, output / "result.pt")
+    if not trainer.accelerator.is_main_process:
+        return None
+    state = {name: value.float().cpu().clone() for name, value in state.items()}
+    return {"state": state, "log": trainer.state.log_history, "processes": trainer.accelerator.num_processes}
 
 
 if __name__ == "__main__":
-    main()
+    model, output, settings = sys.argv[1:]
+    if (result := train(model, output, json.loads(settings))) is not None:
+        torch.save(result, Path(output) / "result.pt")

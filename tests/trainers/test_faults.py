@@ -41,8 +41,8 @@ def test_splits_in_the_place_of_one_are_named(build):
         build("no/model", use_vllm=False, top_p=0.9, train_dataset=splits)
 
 
-def test_a_skipped_weight_sync_is_called_stale(build, vllm, smollm2_path, monkeypatch):
-    trainer = build(str(smollm2_path), **VLLM, learning_rate=1e-4, max_steps=3)
+def test_a_skipped_weight_sync_is_called_stale(build, vllm, tiny_llama_path, monkeypatch):
+    trainer = build(tiny_llama_path, **VLLM, learning_rate=1e-3, max_steps=3)
     sync = vllm_engine.SupportVLLMGeneration.sync_weights
     calls = []
 
@@ -57,26 +57,26 @@ def test_a_skipped_weight_sync_is_called_stale(build, vllm, smollm2_path, monkey
     assert steps_done(trainer) == 1
 
 
-def test_a_sync_without_effect_is_found_by_the_gap(build, vllm, smollm2_path, monkeypatch):
-    trainer = build(str(smollm2_path), **VLLM)
+def test_a_sync_without_effect_is_found_by_the_gap(build, vllm, tiny_llama_path, monkeypatch):
+    trainer = build(tiny_llama_path, **VLLM)
     with torch.no_grad():  # the policy moves on, and the engine is told nothing
-        trainer.model.model.layers[3].mlp.down_proj.weight.mul_(1.3)
+        trainer.model.model.layers[1].mlp.down_proj.weight.mul_(5)
     monkeypatch.setattr(trainer.vllm_generation, "_reload_on_cpu", lambda: None)
     with pytest.raises(ReplayGapError, match="other weights than the policy"):
         trainer.train()
     assert steps_done(trainer) == 0
 
 
-def test_a_second_training_begins_with_the_weights_of_the_first(build, vllm, smollm2_path):
+def test_a_second_training_begins_with_the_weights_of_the_first(build, vllm, tiny_llama_path):
     """Both begin at step 0, and TRL tells by the number of the step whether the engine has the weights."""
-    trainer = build(str(smollm2_path), **VLLM, learning_rate=1e-4, max_steps=1)
+    trainer = build(tiny_llama_path, **VLLM, learning_rate=1e-3, max_steps=1)
     for _ in range(2):
         trainer.train()
         assert trainer.state.log_history[0]["support/logprob_gap_max"] <= 1e-4
 
 
-def test_another_temperature_is_named_with_its_value(build, vllm, smollm2_path):
-    trainer = build(str(smollm2_path), **VLLM)
+def test_another_temperature_is_named_with_its_value(build, vllm, tiny_llama_path):
+    trainer = build(tiny_llama_path, **VLLM)
     trainer.vllm_generation.temperature = 0.7
     with pytest.raises(
         ReplayGapError, match=r"another temperature: at temperature=0\.[67]\d* .*scores at temperature=1\."
@@ -85,8 +85,8 @@ def test_another_temperature_is_named_with_its_value(build, vllm, smollm2_path):
     assert steps_done(trainer) == 0
 
 
-def test_rows_shifted_by_one_are_called_shifted(build, vllm, smollm2_path, monkeypatch):
-    trainer = build(str(smollm2_path), **VLLM)
+def test_rows_shifted_by_one_are_called_shifted(build, vllm, tiny_llama_path, monkeypatch):
+    trainer = build(tiny_llama_path, **VLLM)
     read = Capture.read
 
     def shifted(*args, **kwargs):
@@ -99,8 +99,8 @@ def test_rows_shifted_by_one_are_called_shifted(build, vllm, smollm2_path, monke
     assert steps_done(trainer) == 0
 
 
-def test_a_row_without_its_sampled_token_is_named(build, vllm, smollm2_path, monkeypatch):
-    trainer = build(str(smollm2_path), **VLLM)
+def test_a_row_without_its_sampled_token_is_named(build, vllm, tiny_llama_path, monkeypatch):
+    trainer = build(tiny_llama_path, **VLLM)
     read = Capture.read
 
     def without_sampled(*args, **kwargs):
@@ -124,9 +124,9 @@ def test_a_row_without_its_sampled_token_is_named(build, vllm, smollm2_path, mon
     ],
 )
 def test_an_engine_that_reports_nothing_is_named(
-    build, vllm, smollm2_path, monkeypatch, shared_llm, capture, name, says
+    build, vllm, tiny_llama_path, monkeypatch, shared_llm, capture, name, says
 ):
-    trainer = build(str(smollm2_path), **VLLM, support_capture=capture)
+    trainer = build(tiny_llama_path, **VLLM, support_capture=capture)
     generate = shared_llm.generate
 
     def without(*args, **kwargs):
@@ -196,41 +196,41 @@ def test_several_unsupported_tokens_are_refused(build, tiny_model_path, monkeypa
         trainer.train()
 
 
-def test_an_engine_without_the_mask_is_refused(build, smollm2_path, vllm):
+def test_an_engine_without_the_mask_is_refused(build, tiny_llama_path, vllm):
     with pytest.raises(ValueError, match="support_capture='native' is not available: .* V1.* Set .*='worker'"):
-        build(str(smollm2_path), **VLLM, support_capture="native")
+        build(tiny_llama_path, **VLLM, support_capture="native")
 
 
-def test_a_hook_of_the_users_own_leaves_supports_to_logprobs(build, smollm2_path, vllm):
+def test_a_hook_of_the_users_own_leaves_supports_to_logprobs(build, tiny_llama_path, vllm):
     """vLLM takes one extension of its worker."""
     own = {"vllm_engine_kwargs": {"worker_extension_cls": "a.B"}}
-    assert build(str(smollm2_path), **VLLM, **own).vllm_generation.capture == "logprobs"
+    assert build(tiny_llama_path, **VLLM, **own).vllm_generation.capture == "logprobs"
     with pytest.raises(ValueError, match="support_capture='worker' is not available: .*worker_extension_cls'.='a.B'"):
-        build(str(smollm2_path), **VLLM, **own, support_capture="worker")
+        build(tiny_llama_path, **VLLM, **own, support_capture="worker")
     with pytest.raises(UnreplayableSettingError, match="top_p=0.9 cannot be replayed: .*='a.B' has its place"):
-        build(str(smollm2_path), **VLLM | {"top_k": 0}, **own)
+        build(tiny_llama_path, **VLLM | {"top_k": 0}, **own)
 
 
-def test_an_older_engine_reads_logprobs_and_says_why(build, smollm2_path, vllm, monkeypatch, caplog):
+def test_an_older_engine_reads_logprobs_and_says_why(build, tiny_llama_path, vllm, monkeypatch, caplog):
     monkeypatch.setattr(vllm_captures, "mask_channel_obstacle", lambda: "vLLM 0.27 has no channel")
     with caplog.at_level("INFO", logger=vllm_captures.__name__):
-        assert build(str(smollm2_path), **VLLM).vllm_generation.capture == "logprobs"
+        assert build(tiny_llama_path, **VLLM).vllm_generation.capture == "logprobs"
     assert "from vLLM's processed log-probs (vLLM 0.27 has no channel)" in caplog.text
     with pytest.raises(UnreplayableSettingError, match="top_p=0.9 .*vLLM 0.27 has no channel.* Set top_k as well"):
-        build(str(smollm2_path), **VLLM | {"top_k": 0})
+        build(tiny_llama_path, **VLLM | {"top_k": 0})
 
 
-def test_a_half_precision_engine_on_a_cpu_is_refused(build, smollm2_path, vllm):
+def test_a_half_precision_engine_on_a_cpu_is_refused(build, tiny_llama_path, vllm):
     with pytest.raises(ValueError, match="vllm_dtype='bfloat16' is not supported on a CPU"):
-        build(str(smollm2_path), **VLLM, vllm_dtype="bfloat16")
+        build(tiny_llama_path, **VLLM, vllm_dtype="bfloat16")
 
 
-def test_nothing_is_left_behind_in_trl(build, tiny_model_path, smollm2_path, vllm):
+def test_nothing_is_left_behind_in_trl(build, tiny_model_path, tiny_llama_path, vllm):
     import trl.generation.vllm_generation as trl_vllm
     import trl.trainer.grpo_trainer as trl_grpo
 
     before = (trl_grpo.VLLMGeneration, trl_grpo.add_fused_lm_head, trl_vllm.LLM, trl_vllm.extract_logprobs)
     build(tiny_model_path, **HF).train()
     with pytest.raises(ValueError):
-        build(str(smollm2_path), **VLLM, vllm_dtype="bfloat16")
+        build(tiny_llama_path, **VLLM, vllm_dtype="bfloat16")
     assert before == (trl_grpo.VLLMGeneration, trl_grpo.add_fused_lm_head, trl_vllm.LLM, trl_vllm.extract_logprobs)

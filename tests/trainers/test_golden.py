@@ -19,7 +19,8 @@ import pytest
 import torch
 from datasets import Dataset
 
-from tests.trainers.conftest import save_tiny_model
+from tests.tiny_models import save_tiny_model
+from tests.trainers.conftest import QUIET
 from tests.trainers.sharding_worker import reward, rollout
 from trl_support_replay import (
     SupportReplayGRPOConfig,
@@ -55,33 +56,26 @@ def train(name: str, model: str, folder: Path) -> dict[str, list[str]]:
             seen["grad_norm"].append(float(torch.stack(grads).sum().sqrt()).hex())
             return loss
 
-    args = config_cls(
-        output_dir=str(folder),
-        use_cpu=True,
-        bf16=False,
-        report_to=[],
-        disable_tqdm=True,
-        max_steps=STEPS,
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=2,
-        num_generations=4,
-        num_iterations=2,
-        max_completion_length=10,
-        learning_rate=1e-2,
-        optim="sgd",
-        beta=0.1,
-        top_p=0.9,
-        seed=5,
-        save_strategy="no",
-        replay_check="off",  # the log-probs of a made-up rollout are no policy's
-        shuffle_dataset=False,
+    settings = QUIET | {
+        "output_dir": str(folder),
+        "max_steps": STEPS,
+        "gradient_accumulation_steps": 2,
+        "num_iterations": 2,
+        "max_completion_length": 10,
+        "learning_rate": 1e-2,
+        "optim": "sgd",
+        "beta": 0.1,
+        "top_p": 0.9,
+        "seed": 5,
+        "replay_check": "off",  # the log-probs of a made-up rollout are no policy's
+        "shuffle_dataset": False,
         **settings,
-    )
+    }
     data = Dataset.from_dict({"prompt": [str(i) for i in range(16)]})
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        trainer = Recording(model, reward, args, train_dataset=data, **rollout_func)
+        trainer = Recording(model, reward, config_cls(**settings), train_dataset=data, **rollout_func)
         trainer.train()
     finally:
         torch.set_num_threads(threads)

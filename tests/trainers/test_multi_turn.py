@@ -101,16 +101,16 @@ def assert_observations_are_empty(batches):
         pytest.param([("add", {"a": 1, "b": 2})], 1, id="until the budget is spent"),
     ],
 )
-def test_tool_loop_through_vllm(build, vllm, smollm2_path, scripted, calls, steps):
+def test_tool_loop_through_vllm(build, vllm, tiny_llama_path, scripted, calls, steps):
     scripted(calls)
     trainer = build(
-        str(smollm2_path),
+        tiny_llama_path,
         use_vllm=True,
         top_k=20,
         top_p=0.9,
         max_completion_length=56,
         tools=[add, fail, long_answer],
-        processing_class=tool_tokenizer(smollm2_path),
+        processing_class=tool_tokenizer(tiny_llama_path),
         generation_kwargs={"max_tokens": 12},
         learning_rate=1e-5,
         max_steps=steps,
@@ -135,15 +135,15 @@ class Counter:
         return float(self.count % 2)
 
 
-def test_environment(build, vllm, smollm2_path, scripted):
+def test_environment(build, vllm, tiny_llama_path, scripted):
     scripted([("increment", {}), None, None])
     trainer = build(
-        str(smollm2_path),
+        tiny_llama_path,
         use_vllm=True,
         top_k=20,
         max_completion_length=40,
         environment_factory=Counter,
-        processing_class=tool_tokenizer(smollm2_path),
+        processing_class=tool_tokenizer(tiny_llama_path),
         generation_kwargs={"max_tokens": 10},
         learning_rate=1e-5,
         max_steps=1,

@@ -5,6 +5,8 @@ import pytest
 from trl_support_replay.libraries.rebind import rebound
 from trl_support_replay.settings.contract import UnreplayableSettingError
 
+from .conftest import lend
+
 HF = {"use_vllm": False, "max_completion_length": 16}
 VLLM = {"use_vllm": True, "max_completion_length": 16, "top_k": 20, "top_p": 0.9, "learning_rate": 1e-5}
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], "init_lora_weights": False}
@@ -73,11 +75,11 @@ def test_a_batch_of_truncated_completions_only_has_no_figures(build, tiny_model_
         pytest.param({"lora": LORA, "beta": 0.05}, 2, id="LoRA with adapter reference"),
         pytest.param({"gradient_checkpointing": False}, 2, id="no gradient checkpointing"),
         pytest.param({"min_p": 0.05, "generation_kwargs": {"min_tokens": 4}}, 2, id="min_p and min_tokens"),
-        pytest.param({"generation_kwargs": {"stop": ["the", "."]}}, 2, id="stop strings"),
+        pytest.param({"generation_kwargs": {"stop": ["e", "a"]}}, 2, id="stop strings"),
     ],
 )
-def test_vllm_generation_is_replayed_exactly(build, vllm, smollm2_path, settings, generations):
-    trainer = build(str(smollm2_path), **VLLM | settings)
+def test_vllm_generation_is_replayed_exactly(build, vllm, tiny_llama_path, settings, generations):
+    trainer = build(tiny_llama_path, **VLLM | settings)
     trainer.train()
     logs = assert_replayed(trainer, generations)
     capture = settings.get("support_capture", "worker")
@@ -89,7 +91,8 @@ def test_vllm_generation_is_replayed_exactly(build, vllm, smollm2_path, settings
 
 
 @pytest.mark.slow
-def test_four_thousand_tokens_of_top_p_alone_are_replayed_exactly(build, vllm, smollm2_path):
+def test_four_thousand_tokens_of_top_p_alone_are_replayed_exactly(build, smollm2_llm, smollm2_path, monkeypatch):
+    lend(monkeypatch, smollm2_llm, str(smollm2_path))
     trainer = build(
         str(smollm2_path),
         use_vllm=True,
@@ -114,23 +117,30 @@ def test_four_thousand_tokens_of_top_p_alone_are_replayed_exactly(build, vllm, s
         ("", "speculative_config", {"method": "ngram"}),
     ],
 )
-def test_an_engine_that_turns_out_to_break_replay_is_refused(build, vllm, smollm2_path, shared_llm, place, name, value):
+def test_an_engine_that_turns_out_to_break_replay_is_refused(
+    build, vllm, tiny_llama_path, shared_llm, place, name, value
+):
     """The configuration of the engine that was built counts, not only what was asked for: a model can bring drafts."""
     config = shared_llm.llm_engine.vllm_config
     with rebound(getattr(config, place) if place else config, **{name: value}):
         with pytest.raises(UnreplayableSettingError, match=f"^the engine's {name}="):
-            build(str(smollm2_path), **VLLM)
+            build(tiny_llama_path, **VLLM)
 
 
-def test_stock_ratio_is_far_from_one(build, vllm, smollm2_path):
-    """What replay is for: the same run without it."""
+def test_a_real_model_is_replayed_exactly_and_stock_is_far_from_it(build, smollm2_llm, smollm2_path, monkeypatch):
+    """What replay is for: the same run on SmolLM2 with it and without."""
     from trl import GRPOConfig, GRPOTrainer
 
     from trl_support_replay.engines.vllm_engine import stock_engine_fixes
 
-    with stock_engine_fixes(max_logprobs=24):
-        trainer = build(str(smollm2_path), trainer_cls=GRPOTrainer, config_cls=GRPOConfig, **VLLM)
+    path = str(smollm2_path)
+    lend(monkeypatch, smollm2_llm, path)
+    trainer = build(path, **VLLM)
     trainer.train()
-    for log in trainer.state.log_history[:2]:
-        assert log["sampling/sampling_logp_difference/mean"] > 0.1
-        assert log["sampling/importance_sampling_ratio/mean"] < 0.5
+    assert_replayed(trainer, 2)
+    with stock_engine_fixes(max_logprobs=24):
+        trainer = build(path, trainer_cls=GRPOTrainer, config_cls=GRPOConfig, **VLLM, max_steps=1)
+    trainer.train()
+    log = trainer.state.log_history[0]
+    assert log["sampling/sampling_logp_difference/mean"] > 0.1
+    assert log["sampling/importance_sampling_ratio/mean"] < 0.5

@@ -12,7 +12,6 @@ from trl_support_replay.traces.columns import TraceSchemaError
 from trl_support_replay.trainers import rloo as rloo_module
 
 from .test_replay import assert_replayed
-from .test_routes import moe_path  # noqa: F401
 from .test_stock_equality import TWO_STEPS, VOCABULARY, Steps
 
 OURS = {"trainer_cls": SupportReplayRLOOTrainer, "config_cls": SupportReplayRLOOConfig}
@@ -63,9 +62,9 @@ def test_replayed_equals_recorded(build, tiny_model_path, truncation):
     assert_replayed(trainer, 2)
 
 
-def test_with_vllm(build, vllm, smollm2_path):
+def test_with_vllm(build, vllm, tiny_llama_path):
     settings = {"use_vllm": True, "top_k": 20, "top_p": 0.9, "max_completion_length": 12}
-    trainer = build(str(smollm2_path), **OURS, **settings)
+    trainer = build(tiny_llama_path, **OURS, **settings)
     trainer.train()
     assert_replayed(trainer, 2)
 
@@ -79,7 +78,7 @@ def test_adapters_and_their_reference(build, tiny_model_path):
     assert kl[0] == pytest.approx(0, abs=1e-6) and abs(kl[1]) > 1e-6
 
 
-def test_routes(build, moe_path):  # noqa: F811
+def test_routes(build, moe_path):
     trainer = build(moe_path, **OURS, top_p=0.9, routed_experts_replay=True, use_vllm=False)
     trainer.train()
     assert_replayed(trainer, 2)

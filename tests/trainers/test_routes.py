@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeForCausalLM
 
 import trl_support_replay.trainers.grpo as trainer_module
 from trl_support_replay.checks.replay_check import ReplayGapError
@@ -13,47 +12,10 @@ from trl_support_replay.rollouts.collect import collect_samples
 from trl_support_replay.routing import UnreplayableRouterError
 from trl_support_replay.traces.routes import RoutedExperts, RoutesError
 
-from .conftest import character_tokenizer
 from .test_multi_turn import rollout
 from .test_replay import assert_replayed
 
 HF = {"use_vllm": False, "routed_experts_replay": True, "max_completion_length": 10, "learning_rate": 1e-2}
-
-
-@pytest.fixture(scope="session")
-def moe_path(tmp_path_factory):
-    """A Qwen3-MoE with a dense first layer and routers sharp enough for routes to matter."""
-    tokenizer = character_tokenizer()
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        moe_intermediate_size=16,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=8,
-        num_experts_per_tok=2,
-        mlp_only_layers=[0],
-        decoder_sparse_step=1,
-        max_position_embeddings=256,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        tie_word_embeddings=False,
-    )
-    model = Qwen3MoeForCausalLM(config)
-    with torch.no_grad():
-        model.lm_head.weight.mul_(15)
-        for name, parameter in model.named_parameters():
-            if "experts" in name or name.endswith("gate.weight"):
-                parameter.mul_(10)
-    path = tmp_path_factory.mktemp("models") / "tiny-moe"
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return str(path)
 
 
 def moved(trainer, path):

@@ -19,7 +19,6 @@ from trl_support_replay.traces.shards import ShardFolder
 
 from .conftest import sums
 from .test_multi_turn import rollout
-from .test_routes import moe_path  # noqa: F401
 
 HF = {"use_vllm": False, "top_p": 0.9, "max_completion_length": 10}
 
@@ -182,7 +181,7 @@ def test_the_reward_column_does_not_speak_for_an_evaluation(build, tiny_model_pa
         build(tiny_model_path, **HF, train_dataset=load(saved), eval_dataset=load(saved), reward_funcs=None)
 
 
-def test_nothing_is_read_or_written_where_nothing_is_replayed(build, moe_path, tmp_path):  # noqa: F811
+def test_nothing_is_read_or_written_where_nothing_is_replayed(build, moe_path, tmp_path):
     stock = {"use_vllm": False, "max_completion_length": 10}
     with pytest.raises(TraceSchemaError, match="save_traces='x' keeps what is replayed, and nothing is"):
         build(moe_path, **stock, save_traces="x")
@@ -236,7 +235,7 @@ def test_rewards_may_come_from_functions_and_columns(build, tiny_model_path, sav
     assert len(seen) == 2 * 24 and set(seen) == {0, 1, 2}
 
 
-def test_routes_are_trained_through_offline(build, moe_path, tmp_path):  # noqa: F811
+def test_routes_are_trained_through_offline(build, moe_path, tmp_path):
     folder = tmp_path / "traces"
     settings = HF | {"routed_experts_replay": True}
     build(moe_path, **settings, save_traces=str(folder), output_dir=str(tmp_path / "first")).train()

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM
 
 import trl_support_replay.scoring.head_projection as head_projection
+from tests.tiny_models import llama, save, tokenizer_of
 from trl_support_replay.checks.support_growth import SupportGrowth
 from trl_support_replay.scoring import SupportCSR, score_support_from_logits
 
@@ -18,36 +19,11 @@ WORDS = ["<pad>", "<eos>", "a", "b", "c", "d", "e", "f", "g", "h", "i", "j", "k"
 @pytest.fixture(scope="session")
 def thirteen_words(tmp_path_factory):
     """A Llama with a vocabulary of 13."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import BPE
-
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(BPE(vocab={w: i for i, w in enumerate(WORDS)}, merges=[], unk_token="<pad>")),
-        pad_token="<pad>",
-        eos_token="<eos>",
-    )
-    torch.manual_seed(3)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=13,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=64,
-            pad_token_id=0,
-            eos_token_id=1,
-            bos_token_id=None,
-            tie_word_embeddings=False,
-        )
-    )
-    with torch.no_grad():
-        model.lm_head.weight.mul_(25)
-    path = tmp_path_factory.mktemp("models") / "thirteen"
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return str(path)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    special = {"eos_token_id": 1, "bos_token_id": None}
+    model = llama(25, seed=3, vocab_size=13, num_hidden_layers=1, max_position_embeddings=64, **sizes, **special)
+    tokenizer = tokenizer_of(WORDS, pad_token="<pad>", eos_token="<eos>")
+    return save(model, tmp_path_factory.mktemp("models") / "thirteen", tokenizer)
 
 
 def letters(completions, **_):

@@ -2,26 +2,21 @@
 
 import functools
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from tests.parts import require
+from tests.ranks import run_on_ranks
 from tests.server.fakes import AppServer, serving
 from tests.server.test_sglang import SGLangWithModel
-from tests.trainers.conftest import character_tokenizer
+from tests.tiny_models import llama, save
+from tests.trainers.sharding_worker import train
 from trl_support_replay import SupportReplayGRPOConfig
 from trl_support_replay.parallel.tensor_parallel import SampleGroups, check_tensor_parallel
-
-WORKER = Path(__file__).with_name("sharding_worker.py")
-TORCHRUN = ["torch.distributed.run", "--standalone"]
 
 
 @pytest.fixture(scope="module")
@@ -30,39 +25,30 @@ def model_path(tmp_path_factory):
 
 
 def save_model(path, tied):
-    torch.manual_seed(1)
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=104,  # more rows than the tokenizer has words
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=64,
-            tie_word_embeddings=tied,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-        )
-    )
-    model.save_pretrained(path)
-    character_tokenizer().save_pretrained(path)
-    return str(path)
+    """A Llama with more rows than its tokenizer has words."""
+    return save(llama(seed=1, vocab_size=104, intermediate_size=48, tie_word_embeddings=tied), path)
 
 
-def launch(arguments, model, output, settings, timeout=500):
-    command = [sys.executable, "-m", *arguments, str(WORKER), model, str(output), json.dumps(settings)]
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "TRL_EXPERIMENTAL_SILENCE": "1",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-    }
-    output.mkdir()
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-16000:]
-    return torch.load(output / "result.pt")
+def two_processes(*arguments):
+    return run_on_ranks(2, "tests.trainers.sharding_worker:train", *arguments)[0]
+
+
+def ddp(model_path, output, settings):
+    return two_processes(model_path, str(output), {"per_device_train_batch_size": 4} | settings)
+
+
+def zero3(model_path, output, settings, stage=3):
+    require("deepspeed")
+    return two_processes(model_path, str(output), {"per_device_train_batch_size": 4} | settings, stage)
+
+
+def zero2(model_path, output, settings):
+    return zero3(model_path, output, settings, stage=2)
+
+
+def tensor_parallel(model_path, output, settings):
+    settings = {"per_device_train_batch_size": 8, "tensor_parallel": True} | settings
+    return two_processes(model_path, str(output), settings)
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +59,8 @@ def single(model_path, tmp_path_factory):
     def run(tied, settings):
         key = tied, json.dumps(settings, sort_keys=True)
         if key not in results:
-            output = tmp_path_factory.mktemp("single") / "run"
             settings = {"per_device_train_batch_size": 8} | settings
-            results[key] = launch([*TORCHRUN, "--nproc_per_node=1"], model_path(tied), output, settings)
+            results[key] = train(model_path(tied), str(tmp_path_factory.mktemp("single") / "run"), settings)
         return results[key]
 
     return run
@@ -99,35 +84,6 @@ def assert_same_training(got, want):
     assert sum(log["support/synthetic_eos"] for log in got["log"][:3]) > 0
 
 
-def zero_config(tmp_path, stage):
-    require("deepspeed")
-    zero = {
-        "stage": stage,
-        "stage3_param_persistence_threshold": 0,  # shard even the small weights of a tiny model
-        "stage3_gather_16bit_weights_on_model_save": True,
-    }
-    deepspeed = tmp_path / "deepspeed.json"
-    deepspeed.write_text(
-        json.dumps(
-            {
-                "zero_optimization": zero,
-                "train_micro_batch_size_per_gpu": "auto",
-                "train_batch_size": "auto",
-                "gradient_accumulation_steps": "auto",
-                "gradient_clipping": 0.0,  # left out, Accelerate clips at 1
-                "zero_allow_untested_optimizer": True,
-            }
-        )
-    )
-    config = tmp_path / "accelerate.yaml"
-    config.write_text(
-        "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nuse_cpu: true\nnum_machines: 1\n"
-        "num_processes: 2\nmachine_rank: 0\nmain_training_function: main\ndeepspeed_config:\n"
-        f"  deepspeed_config_file: {deepspeed}\n  zero3_init_flag: false\n"
-    )
-    return ["accelerate.commands.launch", "--main_process_port", "0", "--config_file", str(config)]
-
-
 FULL = {"beta": 0.1, "kl_scope": "full", "entropy_scope": "full", "entropy_coef": 0.01}
 SETTINGS = [
     pytest.param(True, FULL, id="tied, full KL and entropy"),
@@ -140,25 +96,6 @@ LORA = [
     pytest.param(tied, {"lora": True, "beta": 0.1}, id=f"{name}, LoRA", marks=LORA_MARKS)
     for tied, name in ((False, "untied"), (True, "tied"))
 ]
-
-
-def ddp(model_path, output, settings):
-    settings = settings | {"per_device_train_batch_size": 4}
-    return launch([*TORCHRUN, "--nproc_per_node=2"], model_path, output, settings)
-
-
-def zero3(model_path, output, settings, stage=3):
-    settings = settings | {"per_device_train_batch_size": 4}
-    return launch(zero_config(output.parent, stage), model_path, output, settings)
-
-
-def zero2(model_path, output, settings):
-    return zero3(model_path, output, settings, stage=2)
-
-
-def tensor_parallel(model_path, output, settings):
-    settings = settings | {"per_device_train_batch_size": 8, "tensor_parallel": True}
-    return launch([*TORCHRUN, "--nproc_per_node=2"], model_path, output, settings)
 
 
 @pytest.mark.parametrize(("tied", "settings"), SETTINGS + LORA)
@@ -184,19 +121,10 @@ def test_tensor_parallel(model_path, single, tmp_path, tied, settings):
 
 def test_the_processes_of_a_split_policy_count_and_save_once(model_path, tmp_path):
     """Two steps a generation, and a standard deviation over the batch, which copies of the rewards would change."""
-    settings = {"gradient_accumulation_steps": 2, "scale_rewards": "batch", "save_traces": True}
-    single = launch(
-        [*TORCHRUN, "--nproc_per_node=1"],
-        model_path(False),
-        tmp_path / "single",
-        settings | {"per_device_train_batch_size": 4},
-    )
-    split = launch(
-        [*TORCHRUN, "--nproc_per_node=2"],
-        model_path(False),
-        tmp_path / "split",
-        settings | {"per_device_train_batch_size": 4, "tensor_parallel": True},
-    )
+    settings = {"gradient_accumulation_steps": 2, "scale_rewards": "batch", "per_device_train_batch_size": 4}
+    one, two = ({"save_traces": str(tmp_path / run / "traces")} for run in ("single", "split"))
+    single = train(model_path(False), str(tmp_path / "single"), settings | one)
+    split = tensor_parallel(model_path(False), tmp_path / "split", settings | two)
     assert_same_training(split, single)
     shards = [sorted((tmp_path / run / "traces").glob("*.parquet")) for run in ("single", "split")]
     assert [shard.name for shard in shards[1]] == [f"traces-{step:08d}-000-00000.parquet" for step in range(3)]

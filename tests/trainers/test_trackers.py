@@ -9,7 +9,6 @@ import pandas as pd
 import pytest
 
 from tests.processes import environment
-from tests.trainers.conftest import tiny_model_path  # noqa: F401
 
 pytestmark = pytest.mark.needs("tensorboard", "trackio", "wandb")
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +35,7 @@ METRICS = ("support/size_mean", "support/logprob_gap_max", "sampling/importance_
 
 
 @pytest.fixture(scope="module")
-def tracked(tiny_model_path, tmp_path_factory):  # noqa: F811
+def tracked(tiny_model_path, tmp_path_factory):
     """Folder of a run that reported to all three."""
     folder = tmp_path_factory.mktemp("tracked")
     variables = environment(
