@@ -40,6 +40,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl_support_replay import SupportReplayGRPOConfig, SupportReplayGRPOTrainer
 from trl_support_replay.engines.vllm_engine import choose_capture, stock_engine_fixes
 from trl_support_replay.libraries.rebind import rebound
+from trl_support_replay.settings.contract import SamplingSettings
 
 HERE = Path(__file__).parent
 FIGURE = HERE.parent / "docs" / "figures" / "learning.png"
@@ -170,7 +171,7 @@ def one_engine() -> Iterator[None]:
     """
     build, engines = trl_vllm.LLM, []
     replays: dict[str, Any] = {"max_logprobs": 64}
-    if choose_capture("auto") == "native":
+    if choose_capture("auto", SamplingSettings()) == "native":
         replays["return_sampling_mask"] = True
 
     def shared(**kwargs: Any) -> Any:

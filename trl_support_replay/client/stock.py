@@ -90,7 +90,9 @@ class StockServer:
             "frequency_penalty": 0.0,
             **{name: value for name, value in request.sampling.items() if value is not None},
         }
-        if self.capture == "native" and request.support:
+        # The mask names other tokens beside one that a budget fixes; the log-probs tell them apart.
+        masked = self.capture == "native" and sampling.get("thinking_token_budget") is None
+        if masked and request.support:
             body = {
                 "request_id": request.request_id,
                 "model": self._model,

@@ -122,8 +122,8 @@ class VLLMGenerator:
 
         self.version = str(vllm_version())
         self._request = request
-        self._native = choose_capture("auto") == "native"
-        top_k, dtype = request.settings.top_k, engine.get("dtype", dtype)
+        self._native = choose_capture("auto", request.settings) == "native"
+        top_k, dtype = request.settings.bound, engine.get("dtype", dtype)
         wanted = {"max_logprobs": num_candidates(top_k, dtype)}
         extra: dict[str, Any] = {"return_sampling_mask": True} if self._native else wanted
         settings: dict[str, Any] = {"model": model, "dtype": dtype, "logprobs_mode": "processed_logprobs"}

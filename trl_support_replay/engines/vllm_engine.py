@@ -30,7 +30,7 @@ from ..libraries.vllm_cpu import repack_on_cpu
 from ..parallel.processes import alone
 from ..rollouts.recorder import SupportRecorder
 from ..settings.built_engine import check_engine
-from ..settings.contract import SamplingSettings
+from ..settings.contract import SamplingSettings, UnreplayableSettingError
 from ..traces.routes import RoutedExperts
 from ..traces.support import SupportRows
 
@@ -73,10 +73,24 @@ def _on_cpu() -> bool:
     return current_platform.is_cpu()
 
 
-def choose_capture(asked: str) -> str:
-    """`"native"` or `"logprobs"`, for `"auto"`, `"native"` or `"logprobs"`; refuses a mask that is not there."""
+def choose_capture(asked: str, settings: SamplingSettings) -> str:
+    """`"native"` or `"logprobs"`, for `"auto"`, `"native"` or `"logprobs"`; refuses a mask that is not there.
+
+    Raises:
+        ValueError: for a mask that the engine does not have.
+        UnreplayableSettingError: for a mask that would not tell a fixed token from a drawn one.
+    """
     version, cpu = vllm_version(), _on_cpu()
     native = version >= _NATIVE_MASK_SINCE and not cpu
+    if native and "thinking_token_budget" in settings.other:
+        native = False
+        if asked == "native":
+            raise UnreplayableSettingError(
+                "generation_kwargs['thinking_token_budget']",
+                settings.other["thinking_token_budget"],
+                "vLLM's sampling mask names other tokens beside one that the budget fixes",
+                "Set support_capture='logprobs'",
+            )
     if asked == "native" and not native:
         where = "on a CPU" if cpu else f"in vLLM {version}"
         raise ValueError(
@@ -205,7 +219,7 @@ class SupportVLLMGeneration(EngineFixes):
         self._recorder = recorder
         self._routers = routers
         self._routes_missing = routes_missing
-        self.capture = choose_capture(support_capture) if settings.truncates else "sampled"
+        self.capture = choose_capture(support_capture, settings) if settings.truncates else "sampled"
         super().__init__(*args, **kwargs)
         logger.info("%s", _CAPTURES[self.capture])
 
@@ -216,7 +230,7 @@ class SupportVLLMGeneration(EngineFixes):
         if self.capture == "native":
             kwargs["return_sampling_mask"] = True
         elif self.capture == "logprobs":
-            kwargs.setdefault("max_logprobs", num_candidates(self._settings.top_k, kwargs["dtype"]))
+            kwargs.setdefault("max_logprobs", num_candidates(self._settings.bound, kwargs["dtype"]))
         return kwargs
 
     def _init_vllm(self) -> None:
@@ -225,18 +239,19 @@ class SupportVLLMGeneration(EngineFixes):
             check_engine(self.llm.llm_engine.vllm_config)
 
     def _request_kwargs(self) -> dict[str, Any]:
-        """Sampling parameters that make the engine report supports."""
+        """Sampling parameters that make the engine report supports, and whole ones: the bound of what is allowed."""
+        bound = self._settings.bound
         if self.capture != "logprobs":
-            return {"logprobs": 0}
+            return {"logprobs": 0, "top_k": bound}
         config = self.llm.llm_engine.model_config
-        wanted = num_candidates(self._settings.top_k, config.dtype, config.get_vocab_size(), config.max_logprobs)
-        return {"logprobs": wanted, "flat_logprobs": True}
+        wanted = num_candidates(bound, config.dtype, config.get_vocab_size(), config.max_logprobs)
+        return {"logprobs": wanted, "flat_logprobs": True, "top_k": bound}
 
     def _read(self, completion: Any, request: str, trailing: bool) -> tuple[np.ndarray, SupportRows, int]:
         if self.capture == "native":
             return read_sampling_mask(completion, request, trailing)
         if self.capture == "logprobs":
-            return read_flat_logprobs(completion, self._settings.top_k, request, trailing)
+            return read_flat_logprobs(completion, self._settings.bound, request, trailing)
         return read_sampled_logprobs(completion, request)
 
     def _read_routes(self, output: Any, completion: Any, request: str, trailing: bool) -> RoutedExperts | None:

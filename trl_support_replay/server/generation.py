@@ -83,9 +83,8 @@ class Generator:
         completions = sorted(output.outputs, key=lambda completion: completion.index)
         if len(completions) != request.n:
             raise Refusal(422, "capture", f"The engine returned {len(completions)} samples of {request.n}.")
-        top_k = settings.top_k if request.support else None
         try:
-            return [self._sample(request, completion, top_k, version) for completion in completions]
+            return [self._sample(request, completion, settings, version) for completion in completions]
         except SupportCaptureError as error:
             raise Refusal(422, "capture", str(error)) from error
 
@@ -102,16 +101,18 @@ class Generator:
             raise Refusal(503, "aborted", f"The engine ended the request early (finish reasons {reasons}).")
         return output
 
-    def _sample(self, request: GenerateRequest, completion: Any, top_k: int | None, version: str | None) -> Sample:
+    def _sample(
+        self, request: GenerateRequest, completion: Any, settings: SamplingSettings, version: str | None
+    ) -> Sample:
         name = f"Request {request.request_id}, sample {completion.index}"
         trailing = bool(request.sampling.get("stop"))
         rows, repaired = None, 0
-        if top_k is None:
+        if not request.support:
             logprobs, _, _ = read_sampled_logprobs(completion, name)
-        elif self._native:
+        elif self._gives_mask(settings):
             logprobs, rows, repaired = read_sampling_mask(completion, name, trailing=trailing)
         else:
-            logprobs, rows, repaired = read_flat_logprobs(completion, top_k, name, trailing=trailing)
+            logprobs, rows, repaired = read_flat_logprobs(completion, settings.bound, name, trailing=trailing)
         token_ids = np.asarray(completion.token_ids, dtype=np.int32)
         return Sample(
             token_ids=token_ids,
@@ -206,16 +207,16 @@ class Generator:
             raise Refusal(
                 400,
                 "not_truncated",
-                "Nothing truncates this request (top_k, top_p and min_p are off), so its support is the whole "
-                "vocabulary. Ask for it without support.",
+                "Nothing cuts tokens from this request (top_k, top_p and min_p are off, and there is no constraint), "
+                "so its support is the whole vocabulary. Ask for it without support.",
                 setting="support",
             )
         limit = self._max_top_k()
-        if settings.top_k > limit:
+        if settings.bound > limit:
             raise Refusal(
                 400,
                 "bound",
-                f"top_k={settings.top_k} is more than the {limit} that this server records. Start it with a larger "
+                f"top_k={settings.bound} is more than the {limit} that this server records. Start it with a larger "
                 "--max-logprobs and TRL_SUPPORT_REPLAY_MAX_TOP_K.",
                 setting="top_k",
             )
@@ -235,28 +236,34 @@ class Generator:
     def _has_routes(self) -> bool:
         return bool(getattr(self._config, "enable_return_routed_experts", False))
 
+    def _gives_mask(self, settings: SamplingSettings) -> bool:
+        """Whether a support is read off the sampling mask, which names other tokens beside one that a budget fixes."""
+        return self._native and "thinking_token_budget" not in settings.other
+
     def _max_top_k(self) -> int:
         limit = self._config.max_logprobs
         return self._settings.max_top_k if self._native or limit < 0 else min(self._settings.max_top_k, limit)
 
     def _sampling_params(self, request: GenerateRequest, settings: SamplingSettings) -> Any:
         from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
         kwargs: dict[str, Any] = dict(request.sampling)
-        if kwargs.get("top_k") is None:
-            kwargs["top_k"] = 0
+        if request.support or kwargs.get("top_k") is None:
+            kwargs["top_k"] = settings.bound
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
         kwargs["logprobs"] = 0
-        if request.support and not self._native:
+        if request.support and not self._gives_mask(settings):
             config = self._config
-            wanted = num_candidates(settings.top_k, config.dtype, self._vocab_size, config.max_logprobs)
+            wanted = num_candidates(settings.bound, config.dtype, self._vocab_size, config.max_logprobs)
             kwargs |= {"logprobs": wanted, "flat_logprobs": True}
         if request.routes_start:
             kwargs["routed_experts_prompt_start"] = request.routes_start
         # Stop strings are the only reason to turn tokens into text.
         kwargs["detokenize"] = bool(kwargs.get("stop"))
         try:
+            if "structured_outputs" in kwargs:
+                kwargs["structured_outputs"] = StructuredOutputsParams(**kwargs["structured_outputs"])
             return SamplingParams(n=request.n, output_kind=RequestOutputKind.FINAL_ONLY, **kwargs)
         except _request_errors() as error:
             raise Refusal(400, "invalid_setting", str(error)) from error
@@ -268,13 +275,14 @@ def _check_bound(name: str, value: Any, low: int, high: int) -> None:
 
 
 def _check_type(name: str, value: Any, kind: str, vocab_size: int) -> None:
-    """`kind` is one of "float", "int", "bool", "ids" and "strings"; `None` means "leave it at its default"."""
+    """`kind` is one of "float", "int", "bool", "ids", "strings" and "object"; `None` stands for the default."""
     ok = (
         value is None
         or {
             "float": lambda: isinstance(value, (int, float)) and not isinstance(value, bool),
             "int": lambda: isinstance(value, int) and not isinstance(value, bool) and _INT64.min <= value <= _INT64.max,
             "bool": lambda: isinstance(value, bool),
+            "object": lambda: isinstance(value, dict),
             "ids": lambda: isinstance(value, list) and all(type(x) is int and 0 <= x < vocab_size for x in value),
             "strings": lambda: isinstance(value, str) or isinstance(value, list) and all(type(x) is str for x in value),
         }[kind]()

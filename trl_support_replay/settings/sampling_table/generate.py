@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .effects import Effect, Field, fixes, harmless, removes, shifts, truncates, unreplayable
+from .effects import Effect, Field, biases, fixes, harmless, removes, shifts, truncates, unreplayable
 
 _SEARCH = "the completion is found by a search, not drawn token by token"
 _DRAFTS = "it is not established that accepted draft tokens are drawn from the recorded support"
@@ -16,8 +16,8 @@ CONFIG: dict[str, Field] = {
     "epsilon_cutoff": truncates(0.0),
     "eta_cutoff": truncates(0.0),
     "top_h": truncates(),
-    "min_length": removes(0, recorded=True),
-    "min_new_tokens": removes(0, recorded=True),
+    "min_length": removes(0),
+    "min_new_tokens": removes(0),
     "bad_words_ids": removes([]),
     "suppress_tokens": removes([]),
     "begin_suppress_tokens": removes([]),
@@ -30,7 +30,7 @@ CONFIG: dict[str, Field] = {
     "repetition_penalty": shifts(1.0),
     "encoder_repetition_penalty": shifts(1.0),
     "exponential_decay_length_penalty": shifts(),
-    "sequence_bias": shifts({}),
+    "sequence_bias": biases(),
     "guidance_scale": unreplayable("its logits take a second forward, which the trainer does not repeat", 1, 1.0),
     "watermarking_config": unreplayable("a watermark moves logits by a key that the trainer does not have"),
     "logits_processor": unreplayable("code that is not transformers' takes part in drawing tokens", []),
