@@ -5,7 +5,6 @@ The largest gap of each setting goes into the results as a property, from which 
 
 from __future__ import annotations
 
-import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,12 +22,12 @@ from trl_support_replay.scoring import SupportCSR
 from trl_support_replay.settings.contract import check_contract
 
 INF, TEMPERATURE, TOKENS = float("inf"), 0.7, 24
-MOST, LEAST = 1e-5, 1e-2  # nats: a gap that is rounding, and one that is not
+MOST, LEAST = 3e-5, 1e-2  # nats: a gap that is rounding, and one that is not
 
 
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
-    return save_tiny_model(tmp_path_factory.mktemp("models") / "tiny-chars")
+    return save_tiny_model(tmp_path_factory.mktemp("models") / "tiny-chars", hidden_size=128)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +118,7 @@ def test_generate_is_replayed(model, record_property, name):
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["red", "green"]}, "b": {"type": "integer"}}}
 VLLM = {
-    "top_k": {"top_k": 20},
+    "top_k": {"top_k": 5},
     "top_k with top_p and min_p": {"top_k": 20, "top_p": 0.9, "min_p": 0.01},
     "structured_outputs, a regex": {"structured_outputs": {"regex": "[a-z ]{4,20}(x|y)"}, "top_k": 20},
     "structured_outputs, a JSON schema": {"structured_outputs": {"json": SCHEMA}, "top_k": 20},
@@ -127,7 +126,7 @@ VLLM = {
     "structured_outputs, a choice alone": {"structured_outputs": {"choice": ["red", "green", "grey", "rot"]}},
     "allowed_token_ids alone": {"allowed_token_ids": [2, *range(40, 52)]},
     "allowed_token_ids with top_k": {"allowed_token_ids": [2, *range(40, 52)], "top_k": 5},
-    "bad_words": {"bad_words": [*"aeiou", "th"], "top_k": 20},
+    "bad_words": {"bad_words": [*map(chr, range(50, 90)), "th"], "top_k": 20},
     "min_tokens": {"min_tokens": 16, "stop_token_ids": list(range(40, 60)), "top_k": 20},
     "logit_bias of -inf": {"logit_bias": {i: -INF for i in range(30, 60)}, "top_k": 20},
     "thinking_token_budget": {"thinking_token_budget": 6, "top_k": 20},
@@ -139,15 +138,16 @@ PROMPTS = 5
 def vllm_outputs_of(model_path):
     """The outputs of one batch, in which the settings stand side by side, and how each is read."""
     pytest.importorskip("vllm", reason="samples with vLLM")
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import LLM, SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
-    llm = LLM(
-        model=model_path, dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=16, max_logprobs=99,
-        logprobs_mode="processed_logprobs", enable_prefix_caching=False,
-        reasoning_config={"reasoning_start_str": "(", "reasoning_end_str": ")"},
-    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")  # other tests may have an engine in this process
+        llm = LLM(
+            model=model_path, dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=16, max_logprobs=99,
+            logprobs_mode="processed_logprobs", enable_prefix_caching=False,
+            reasoning_config={"reasoning_start_str": "(", "reasoning_end_str": ")"},
+        )  # fmt: skip
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     requests, params, bounds = [], [], {}
     for name, kwargs in VLLM.items():
@@ -160,8 +160,11 @@ def vllm_outputs_of(model_path):
             own["top_k"] = bounds[name]
             params.append(
                 SamplingParams(
-                    temperature=TEMPERATURE, max_tokens=TOKENS, logprobs=num_candidates(bounds[name], "float32", 99),
-                    flat_logprobs=True, **own,
+                    temperature=TEMPERATURE,
+                    max_tokens=TOKENS,
+                    logprobs=num_candidates(bounds[name], "float32", 99),
+                    flat_logprobs=True,
+                    **own,
                 )  # fmt: skip
             )
     outputs = llm.generate(requests, params, use_tqdm=False)
@@ -185,13 +188,15 @@ def read(model, outputs_of, name):
 @pytest.mark.parametrize("name", VLLM)
 def test_vllm_is_replayed(model, vllm_outputs_of, record_property, name):
     found, sizes = read(model, vllm_outputs_of, name)
-    assert max(sizes) > 1 and (name not in ("thinking_token_budget", "structured_outputs, a choice alone") or 1 in sizes)
+    assert max(sizes) > 1 and (
+        name not in ("thinking_token_budget", "structured_outputs, a choice alone") or 1 in sizes
+    )
     assert_replayed(found, record_property, f"gap, vLLM, {name}")
 
 
 @pytest.mark.needs("vllm")
 def test_the_candidates_beside_a_fixed_token_are_not_members(model, vllm_outputs_of):
     """vLLM sets the logit of a fixed token to 1e9, which leaves the others of the top k finite."""
-    with rebound(vllm_outputs, IMPOSSIBLE=-INF):
+    with rebound(vllm_outputs, IMPOSSIBLE=-1e30):
         found, sizes = read(model, vllm_outputs_of, "thinking_token_budget")
-    assert set(sizes) == {20} and max(float(gap.max()) for gap, _ in found) >= LEAST
+    assert min(sizes) == 20 and max(float(gap.max()) for gap, _ in found) >= LEAST

@@ -29,15 +29,18 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def save_tiny_model(path) -> str:
-    """A Llama with 2 layers, 99 characters and sharp logits, so that truncation cuts something."""
+def save_tiny_model(path, hidden_size: int = 32) -> str:
+    """A Llama with 2 layers, 99 characters and sharp logits, so that truncation cuts something.
+
+    vLLM's attention on a CPU needs heads of 32, and with four of them a hidden size of 128.
+    """
     tokenizer = character_tokenizer()
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(tokenizer),
-            hidden_size=32,
-            intermediate_size=64,
+            hidden_size=hidden_size,
+            intermediate_size=2 * hidden_size,
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,

@@ -2,6 +2,7 @@
 
 import pytest
 
+from trl_support_replay.engine_outputs.errors import SupportCaptureError
 from trl_support_replay.libraries.rebind import rebound
 from trl_support_replay.settings.contract import UnreplayableSettingError
 
@@ -71,6 +72,7 @@ def test_a_batch_of_truncated_completions_only_has_no_figures(build, tiny_model_
         pytest.param({"gradient_checkpointing": False}, 2, id="no gradient checkpointing"),
         pytest.param({"min_p": 0.05, "generation_kwargs": {"min_tokens": 4}}, 2, id="min_p and min_tokens"),
         pytest.param({"generation_kwargs": {"stop": ["the", "."]}}, 2, id="stop strings"),
+        pytest.param({"vllm_structured_outputs_regex": "[A-Za-z ,.]+"}, 2, id="a regex"),
     ],
 )
 def test_vllm_generation_is_replayed_exactly(build, vllm, smollm2_path, settings, generations):
@@ -81,6 +83,12 @@ def test_vllm_generation_is_replayed_exactly(build, vllm, smollm2_path, settings
     # TRL's own metric agrees with ours.
     for log in logs:
         assert log["sampling/sampling_logp_difference/max"] == pytest.approx(log["support/logprob_gap_max"], abs=1e-6)
+
+
+def test_a_constraint_that_does_not_compile_is_named(build, vllm, smollm2_path):
+    trainer = build(str(smollm2_path), **VLLM, vllm_structured_outputs_regex="[A-Za-z ,.]{20,2000}")
+    with pytest.raises(SupportCaptureError, match="the engine gave it up .* takes too long to compile"):
+        trainer.train()
 
 
 @pytest.mark.parametrize(

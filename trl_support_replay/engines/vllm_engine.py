@@ -22,6 +22,7 @@ from packaging.version import Version
 from transformers.core_model_loading import revert_weight_conversion
 from trl.generation.vllm_generation import VLLMGeneration
 
+from ..engine_outputs.errors import SupportCaptureError
 from ..engine_outputs.vllm_outputs import num_candidates, read_flat_logprobs, read_sampled_logprobs, read_sampling_mask
 from ..engine_outputs.vllm_routes import read_routed_experts
 from ..libraries.environment import VLLM, check_seam, installed
@@ -298,6 +299,11 @@ class SupportVLLMGeneration(EngineFixes):
                         token_ids.append([])
                         continue
                     request = f"vLLM request {output.request_id}"
+                    if completion.finish_reason in ("abort", "error"):
+                        raise SupportCaptureError(
+                            f"{request}: the engine gave it up (finish reason {completion.finish_reason!r}). Its log "
+                            "says why: a structured output that takes too long to compile, for example."
+                        )
                     values, rows, repaired = self._read(completion, request, trailing=stops)
                     routes = self._read_routes(output, completion, request, trailing=stops)
                     prompt_ids = () if routes is None else output.prompt_token_ids

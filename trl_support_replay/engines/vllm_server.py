@@ -251,7 +251,7 @@ class SupportVLLMServerGeneration(CheckpointWeights):
         return routes
 
     def _sampling(self) -> dict[str, Any]:
-        sampling = {
+        sampling: dict[str, Any] = {
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self._settings.bound,

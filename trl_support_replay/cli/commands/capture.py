@@ -54,6 +54,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--top_p", type=top_p, default=1.0, help="1 is off (default: %(default)s)")
     parser.add_argument("--top_k", type=int, default=0, help="0 is off; vLLM needs one (default: %(default)s)")
     parser.add_argument("--min_p", type=min_p, default=0.0, help="0 is off (default: %(default)s)")
+    parser.add_argument(
+        "--generation_kwargs",
+        type=json_object,
+        default={},
+        help='JSON with further settings of the engine, for example \'{"structured_outputs": {"regex": "[a-z]+"}}\' '
+        "(vLLM) or '{\"suppress_tokens\": [5]}' (transformers)",
+    )
     parser.add_argument("--batch_size", type=positive, default=8, help="prompts per shard (default: %(default)s)")
     parser.add_argument("--limit", type=positive, help="only the first so many prompts")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
@@ -65,6 +72,8 @@ def main(argv: Sequence[str]) -> int:
     if (args.engine in ("vllm-server", "sglang")) != bool(args.server_url):
         shown = " ".join(map(without_credentials, args.server_url))
         raise CommandError(f"--engine {args.engine} and --server_url {shown or '(none)'} do not fit.")
+    if args.engine == "sglang" and args.generation_kwargs:
+        raise CommandError("--generation_kwargs reaches transformers and vLLM. Leave it out with --engine sglang.")
     for name in ("model", "dtype"):
         if name in args.engine_kwargs:
             raise CommandError(f"--engine_kwargs holds {name}={args.engine_kwargs[name]!r}. Give it as --{name}.")
@@ -174,7 +183,7 @@ def _settings(args: argparse.Namespace) -> Any:
             top_k=args.top_k,
             min_p=args.min_p,
             repetition_penalty=1.0,
-            generation_kwargs=None,
+            generation_kwargs=args.generation_kwargs,
             use_vllm=args.engine.startswith("vllm"),
             vllm_mode="server" if args.server_url else "colocate",
             vllm_engine_kwargs=args.engine_kwargs if args.engine == "vllm" else None,
@@ -182,7 +191,7 @@ def _settings(args: argparse.Namespace) -> Any:
         inherited,
     )
     if not settings.truncates:
-        raise CommandError("Nothing is truncated, so there are no supports to record. Set --top_k, --top_p or --min_p.")
+        raise CommandError("Nothing cuts tokens, so there are no supports to record. Set --top_k, --top_p or --min_p.")
     return settings
 
 
@@ -276,7 +285,7 @@ def _prompt_ids(args: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> 
 def _generator(args: argparse.Namespace, settings: Any) -> Any:
     from ...engines.generators import CaptureRequest, TransformersGenerator, VLLMGenerator
 
-    request = CaptureRequest(settings, args.num_generations, args.max_tokens, args.seed)
+    request = CaptureRequest(settings, args.num_generations, args.max_tokens, args.seed, args.generation_kwargs)
     if args.engine in ("vllm-server", "sglang"):
         from ...engines.server_generators import ServerGenerator
 
