@@ -137,9 +137,7 @@ def test_what_stock_scoring_gets_wrong_is_refused_without_truncation_too(write, 
     path = write("a.yaml", "use_vllm: true\ngeneration_kwargs: {presence_penalty: 0.5, presence_penalti: 1}")
     assert main(["check", str(path)]) == 1
     text = capsys.readouterr().out
-    assert (
-        "nothing is truncated, but" in text and "generation_kwargs['presence_penalty']=0.5 cannot be replayed" in text
-    )
+    assert "no token is cut, but" in text and "generation_kwargs['presence_penalty']=0.5 cannot be replayed" in text
     assert "generation_kwargs['presence_penalti']=1 cannot be replayed: it is unknown here" in text
     assert "Did you mean presence_penalty?" in text
 
@@ -150,7 +148,7 @@ def test_what_today_does_and_what_to_change(write, capsys):
     assert "0.9^200 = 7.06e-10" in text and "top_p=0.9 keeps at least 0.9 of what top_k=20 leaves" in text
     assert "not read: learning_rate=rate()" in text
     assert "becomes: from trl_support_replay import SupportReplayGRPOConfig as Config, SupportReplay" in text
-    assert "train.py:11: nothing is truncated" in text
+    assert "train.py:11: no token is cut" in text
 
 
 MOVED = """

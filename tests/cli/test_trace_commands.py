@@ -105,7 +105,7 @@ def test_inspect_of_nothing_and_of_torn_files(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("--top_p", 1.0), "Nothing is truncated"),
+        (("--top_p", 1.0), "Nothing cuts tokens"),
         (("--top_k", 1), "top_k=1 cannot be replayed"),
         (("--engine", "vllm"), "without top_k nothing bounds the support"),
         (

@@ -117,12 +117,13 @@ def test_generate_is_replayed(model, record_property, name):
 # --------------------------------------------------------------------------------------------------------------- vLLM
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["red", "green"]}, "b": {"type": "integer"}}}
+GRAMMAR = 'root ::= ("ab" | "cd") root | "z"'
 VLLM = {
     "top_k": {"top_k": 5},
     "top_k with top_p and min_p": {"top_k": 20, "top_p": 0.9, "min_p": 0.01},
     "structured_outputs, a regex": {"structured_outputs": {"regex": "[a-z ]{4,20}(x|y)"}, "top_k": 20},
     "structured_outputs, a JSON schema": {"structured_outputs": {"json": SCHEMA}, "top_k": 20},
-    "structured_outputs, a grammar": {"structured_outputs": {"grammar": 'root ::= ("ab" | "cd") root | "z"'}, "top_k": 9},
+    "structured_outputs, a grammar": {"structured_outputs": {"grammar": GRAMMAR}, "top_k": 9},
     "structured_outputs, a choice alone": {"structured_outputs": {"choice": ["red", "green", "grey", "rot"]}},
     "allowed_token_ids alone": {"allowed_token_ids": [2, *range(40, 52)]},
     "allowed_token_ids with top_k": {"allowed_token_ids": [2, *range(40, 52)], "top_k": 5},

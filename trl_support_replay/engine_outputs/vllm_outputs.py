@@ -24,8 +24,8 @@ _SLACK: dict[str, Callable[[int], int]] = {
     "float16": lambda top_k: 8 + top_k // 8,
     "bfloat16": lambda top_k: 16 + top_k,
 }
-# A rule that fixes a token may leave the others finite: vLLM sets the logit of the fixed one to 1e9. Below this log-prob a
-# token has a probability of exactly 0, and was no candidate.
+# A rule that fixes a token may leave the others finite: vLLM sets the logit of the fixed one to 1e9. Below this
+# log-prob a token has a probability of exactly 0, and was no candidate.
 IMPOSSIBLE = -1e6
 # The candidates' probabilities sum to 1 up to float32 rounding when none is missing.
 _ROUNDING = 2e-5
@@ -275,7 +275,7 @@ def read_sampling_mask(completion: Any, request: str, trailing: bool = False) ->
 
 
 def read_sampled_logprobs(completion: Any, request: str) -> tuple[np.ndarray, SupportRows, int]:
-    """Log-probs of the sampled tokens (`logprobs=0`), each with a support of itself only, when nothing is truncated.
+    """Log-probs of the sampled tokens (`logprobs=0`), each with a support of itself only, when no token is cut.
 
     Arguments, results and errors as in `read_flat_logprobs`.
     """

@@ -56,7 +56,7 @@ _NATIVE_MASK_SINCE = Version("0.28")
 _CAPTURES = {
     "native": "Supports are captured from vLLM's sampling mask.",
     "logprobs": "Supports are captured from vLLM's processed log-probs.",
-    "sampled": "Nothing is truncated, so only the sampled tokens' log-probs are captured.",
+    "sampled": "No token is cut, so only the sampled tokens' log-probs are captured.",
 }
 
 

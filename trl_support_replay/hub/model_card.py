@@ -19,7 +19,7 @@ _BEFORE = "### Framework versions\n"
 _CAPTURES = {
     "native": "the engine's sampling mask",
     "logprobs": "the engine's processed log-probs",
-    "sampled": "not recorded: nothing was truncated",
+    "sampled": "not recorded: no token was cut",
     "scores": "the processed scores of each step",
 }
 
@@ -50,7 +50,7 @@ class RunFacts:
     """What a card says of a run.
 
     Attributes:
-        sampling: temperature and what truncated.
+        sampling: temperature and what cut tokens.
         engine: name and version.
         capture: where supports came from.
         routes: whether routed experts were replayed.

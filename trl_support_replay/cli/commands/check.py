@@ -56,9 +56,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _summary(verdict: Any) -> str:
     if not verdict.sampling.truncates and verdict.refused:
-        return "nothing is truncated, but scores over the whole vocabulary would be wrong by what is refused."
+        return "no token is cut, but scores over the whole vocabulary would be wrong by what is refused."
     if not verdict.sampling.truncates:
-        return "nothing is truncated, so there is nothing to replay; training would be stock GRPO."
+        return "no token is cut, so there is nothing to replay; training would be stock GRPO."
     if verdict.refused:
         return f"{verdict.sampling} would be replayed, but for what is refused."
     return f"{verdict.sampling} would be replayed."
