@@ -16,10 +16,12 @@ import trl_support_replay.engine_outputs.vllm_outputs as vllm_outputs
 from tests.trainers.conftest import save_tiny_model
 from trl_support_replay import score_support_from_logits
 from trl_support_replay.engine_outputs.vllm_outputs import num_candidates, read_flat_logprobs
+from trl_support_replay.engines.continuous_batching import BatchRecorder, recording_batches
 from trl_support_replay.engines.transformers_generate import ScoresRecorder, recording
 from trl_support_replay.libraries.rebind import rebound
 from trl_support_replay.scoring import SupportCSR
 from trl_support_replay.settings.contract import check_contract
+from trl_support_replay.settings.sampling_table.generate import IN_CONTINUOUS_BATCHING
 
 INF, TEMPERATURE, TOKENS = float("inf"), 0.7, 24
 MOST, LEAST = 3e-5, 1e-2  # nats: a gap that is rounding, and one that is not
@@ -112,6 +114,32 @@ def test_generate_is_replayed(model, record_property, name):
         )
     ]
     assert_replayed(found, record_property, f"gap, transformers `generate`, {name}")
+
+
+BATCHED = {name: GENERATE[name] for name in IN_CONTINUOUS_BATCHING}
+
+
+@pytest.mark.parametrize("name", BATCHED)
+def test_continuous_batching_is_replayed(model, record_property, name):
+    from transformers.generation import ContinuousBatchingConfig
+
+    torch.manual_seed(1)
+    prompts = [torch.randint(3, 99, (3 + 5 * i,)).tolist() for i in range(8)]
+    config = GenerationConfig(
+        do_sample=True, temperature=TEMPERATURE, max_new_tokens=TOKENS,
+        **{"top_k": 0, "eos_token_id": 2, "pad_token_id": 0} | GENERATE[name],
+    )  # fmt: skip
+    # Few requests and tokens a batch, so that prompts are cut into parts and requests wait for others.
+    batching = ContinuousBatchingConfig(max_requests_per_batch=3, max_batch_tokens=16, num_blocks=32)
+    recorder = BatchRecorder()
+    with recording_batches(model, recorder, batching):
+        outputs = model.generate_batch(prompts, config, batching)
+    completions = [output.generated_tokens for output in outputs.values()]
+    found = [
+        gaps(model, prompt, ids, logprobs, rows)
+        for prompt, ids, (logprobs, rows) in zip(prompts, completions, recorder.collect(completions), strict=True)
+    ]
+    assert_replayed(found, record_property, f"gap, transformers continuous batching, {name}")
 
 
 # --------------------------------------------------------------------------------------------------------------- vLLM

@@ -266,7 +266,15 @@ def test_a_fixed_seed_is_warned_of(tmp_path, caplog, name):
         (VLLM | {"vllm_engine_kwargs": {"max_logprobs": 5}}, "vllm_engine_kwargs['max_logprobs']"),
         (VLLM | {"vllm_engine_kwargs": {"max_logprobs": "many"}}, "vllm_engine_kwargs['max_logprobs']"),
         (VLLM | {"generation_kwargs": {1: 2}}, "generation_kwargs[1]"),
-        (HF | {"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching"),
+        (
+            HF | {"use_transformers_continuous_batching": True, "routed_experts_replay": True},
+            "use_transformers_continuous_batching",
+        ),
+        (
+            HF | {"use_transformers_continuous_batching": True, "generation_kwargs": {"no_repeat_ngram_size": 2}},
+            "generation_kwargs['no_repeat_ngram_size']",
+        ),
+        (HF | {"use_transformers_continuous_batching": True, "repetition_penalty": 1.3}, "repetition_penalty"),
         (HF | {"generation_kwargs": {"num_beams": 2}}, "generation_kwargs['num_beams']"),
         (HF | {"generation_kwargs": {"do_sample": False}}, "generation_kwargs['do_sample']"),
         (HF | {"generation_kwargs": {"guidance_scale": 1.5}}, "generation_kwargs['guidance_scale']"),

@@ -8,6 +8,7 @@ from trl_support_replay.settings.contract import UnreplayableSettingError
 
 HF = {"use_vllm": False, "max_completion_length": 16}
 VLLM = {"use_vllm": True, "max_completion_length": 16, "top_k": 20, "top_p": 0.9, "learning_rate": 1e-5}
+BATCHING = {"use_transformers_continuous_batching": True}
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], "init_lora_weights": False}
 
 
@@ -38,6 +39,8 @@ def assert_replayed(trainer, generations):
         pytest.param({"top_k": 8, "lora": LORA, "beta": 0.1}, 2, id="LoRA with adapter reference"),
         pytest.param({"top_k": 8, "beta": 0.1, "kl_scope": "full"}, 2, id="full KL"),
         pytest.param({"generation_kwargs": {"typical_p": 0.8}}, 2, id="typical_p"),
+        pytest.param({"top_p": 0.9, **BATCHING}, 2, id="continuous batching"),
+        pytest.param({"top_k": 8, **BATCHING, "lora": LORA}, 2, id="continuous batching with LoRA"),
         pytest.param({"top_k": 8, "cast_lm_head_to_fp32": True}, 2, id="head in float32"),
     ],
 )

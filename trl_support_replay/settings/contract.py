@@ -152,18 +152,23 @@ def find_refusals(
     """As `check_contract`, with every refusal in the place of an error. A value that is refused counts as off."""
     settings, refused = _settings(args, generation_config)
     refused += _check_sampling(args, settings)
-    replays = settings.truncates or getattr(args, "routed_experts_replay", False)
+    routes = getattr(args, "routed_experts_replay", False)
+    replays = settings.truncates or routes
     own = vars(args)
     tables = [trl.ALWAYS, trl.WITH_VLLM if args.use_vllm else trl.WITHOUT_VLLM]
     for table in tables:
-        refused += _judge({k: v for k, v in own.items() if k in table}, table, "{}", replays)
+        given = {name: value for name, value in own.items() if name in table}
+        refused += _judge(given, table, "{}", routes if table is trl.WITHOUT_VLLM else replays)
     kwargs = args.generation_kwargs if isinstance(args.generation_kwargs, Mapping) else {}
     table = vllm.REQUEST if args.use_vllm else generate.CONFIG
     refused += _judge(kwargs, table, "generation_kwargs[{!r}]", replays)
     if args.use_vllm:
         refused += _check_vllm(args, settings, replays)
-    elif generation_config is not None:
+        return settings, refused
+    if generation_config is not None:
         refused += _check_inherited(kwargs, generation_config, replays)
+    if getattr(args, "use_transformers_continuous_batching", False) or getattr(args, "use_transformers_paged", False):
+        refused += _check_continuous_batching(args, settings)
     return settings, refused
 
 
@@ -290,7 +295,7 @@ def _check_vllm(args: Any, settings: SamplingSettings, replays: bool) -> Iterato
     if settings.truncates and settings.bound == 0 and needs_top_k(getattr(args, "support_capture", "auto")):
         name, value = next(iter(settings.cutting.items()))
         yield UnreplayableSettingError(
-            name if hasattr(args, name) else f"generation_kwargs[{name!r}]",
+            _spelled(name, args),
             value,
             "without top_k nothing bounds the support, and vLLM reports only a bounded number of candidates",
             "Set top_k as well (for example top_k=100, which cuts little that top_p or min_p would keep), or use "
@@ -310,6 +315,22 @@ def _check_vllm(args: Any, settings: SamplingSettings, replays: bool) -> Iterato
         )
     if not in_server:  # a server tells of its own
         yield from installed_logits_processors()
+
+
+def _check_continuous_batching(args: Any, settings: SamplingSettings) -> Iterator[UnreplayableSettingError]:
+    for name, value in settings.cutting.items():
+        if name not in generate.IN_CONTINUOUS_BATCHING:
+            yield UnreplayableSettingError(
+                _spelled(name, args),
+                value,
+                "continuous batching drops it, or shows it only the latest token",
+                "Leave it out, or set use_transformers_continuous_batching=False",
+            )
+
+
+def _spelled(name: str, args: Any) -> str:
+    """A setting that cuts tokens, as the user would find it."""
+    return name if hasattr(args, name) else f"generation_kwargs[{name!r}]"
 
 
 def needs_top_k(capture: str) -> bool:

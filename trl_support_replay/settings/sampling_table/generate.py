@@ -7,6 +7,12 @@ from .effects import Effect, Field, biases, fixes, harmless, removes, shifts, tr
 _SEARCH = "the completion is found by a search, not drawn token by token"
 _DRAFTS = "it is not established that accepted draft tokens are drawn from the recorded support"
 
+# Settings that continuous batching applies as `generate` does. It drops some others, and shows those that look at the
+# tokens so far only the latest one.
+IN_CONTINUOUS_BATCHING = (
+    "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h", "suppress_tokens",
+)  # fmt: skip
+
 CONFIG: dict[str, Field] = {
     "temperature": Field(Effect.SCALES),
     "top_p": truncates(1.0),
