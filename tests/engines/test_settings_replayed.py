@@ -69,7 +69,7 @@ def assert_replayed(found, record_property, name):
 # ------------------------------------------------------------------------------------------------------- transformers
 
 GENERATE = {
-    "top_k": {"top_k": 20},
+    "top_k": {"top_k": 5},
     "top_p": {"top_p": 0.9},
     "min_p": {"min_p": 0.05},
     "typical_p": {"typical_p": 0.8},

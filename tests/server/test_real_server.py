@@ -255,6 +255,10 @@ def test_a_server_without_the_endpoint_gives_supports_by_its_logprobs(moe_server
             assert_replays(moe_model, prompt, sample)
             expected = expected_support(moe_model, prompt, sample, 20, 0.9, 0.8)
             assert np.mean([set(r.tolist()) == e for r, e in zip(sample.support, expected, strict=True)]) > 0.9
+    ((sample,),) = pool.generate([request(PROMPTS[0], sampling={"structured_outputs": {"regex": "[a-z]{4,20}"}})])
+    assert_replays(moe_model, PROMPTS[0], sample)
+    with pytest.raises(GenerationError, match=r"sampling\['presence_penalty'\]=0.5 cannot be replayed: it shifts"):
+        pool.generate([request(PROMPTS[0], sampling={"presence_penalty": 0.5})])
     ((plain,),) = pool.generate([request(PROMPTS[0], support=False)])
     assert plain.support is None and np.isfinite(plain.logprobs).all()
     with pytest.raises(GenerationError, match="no packed endpoint to return routes"):

@@ -21,7 +21,8 @@ import orjson
 from ..engine_outputs.errors import SupportCaptureError
 from ..engine_outputs.vllm_outputs import TIE_SLACK, num_candidates, read_flat_logprobs
 from ..settings.built_engine import config_refusals, described
-from ..settings.contract import normalize_top_k
+from ..settings.contract import judge, normalize_top_k
+from ..settings.sampling_table.vllm import REQUEST
 from ..traces.support import SupportError, SupportRows
 from ..wire import protocol
 from ..wire.protocol import GenerateRequest, Sample
@@ -79,6 +80,9 @@ class StockServer:
             raise ValueError(
                 f"routes_start={request.routes_start}: {self.url} has no packed endpoint to return routes."
             )
+        if request.support:
+            for error in judge(request.sampling, REQUEST, "sampling[{!r}]"):
+                raise error
         # What a request leaves out, the server takes from the model's generation_config.json.
         sampling = {
             "temperature": 1.0,

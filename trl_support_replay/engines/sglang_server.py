@@ -27,8 +27,7 @@ from ..client.weights import VersionedWeights
 from ..engine_outputs.errors import SupportCaptureError
 from ..parallel.processes import alone
 from ..settings.built_engine import described
-from ..settings.contract import SamplingSettings, UnreplayableSettingError, normalize_top_k
-from ..settings.sampling_table import unknown
+from ..settings.contract import SamplingSettings, UnreplayableSettingError, judge, normalize_top_k
 from ..settings.sampling_table.sglang import REQUEST
 from ..traces.rollout_keys import ROLLOUT_KEY
 from ..traces.support import SupportError, SupportRows
@@ -268,10 +267,8 @@ class SGLangRollout:
 
 
 def _check_sampling(sampling: Mapping[str, Any]) -> None:
-    for name, value in sampling.items():
-        refused = REQUEST[name].refused(value) if name in REQUEST else unknown(name, REQUEST)
-        if refused is not None:
-            raise UnreplayableSettingError(f"sampling_params[{name!r}]", value, *refused)
+    for error in judge(sampling, REQUEST, "sampling_params[{!r}]"):
+        raise error
 
 
 def _refuse_narrowing(sampling: Mapping[str, Any]) -> None:

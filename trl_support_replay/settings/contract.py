@@ -158,10 +158,10 @@ def find_refusals(
     tables = [trl.ALWAYS, trl.WITH_VLLM if args.use_vllm else trl.WITHOUT_VLLM]
     for table in tables:
         given = {name: value for name, value in own.items() if name in table}
-        refused += _judge(given, table, "{}", routes if table is trl.WITHOUT_VLLM else replays)
+        refused += judge(given, table, "{}", routes if table is trl.WITHOUT_VLLM else replays)
     kwargs = args.generation_kwargs if isinstance(args.generation_kwargs, Mapping) else {}
     table = vllm.REQUEST if args.use_vllm else generate.CONFIG
-    refused += _judge(kwargs, table, "generation_kwargs[{!r}]", replays)
+    refused += judge(kwargs, table, "generation_kwargs[{!r}]", replays)
     if args.use_vllm:
         refused += _check_vllm(args, settings, replays)
         return settings, refused
@@ -301,7 +301,7 @@ def _check_vllm(args: Any, settings: SamplingSettings, replays: bool) -> Iterato
             "Set top_k as well (for example top_k=100, which cuts little that top_p or min_p would keep), or use "
             "use_vllm=False, whose capture has no bound",
         )
-    yield from _judge(engine_kwargs, vllm.ENGINE, "vllm_engine_kwargs[{!r}]", replays)
+    yield from judge(engine_kwargs, vllm.ENGINE, "vllm_engine_kwargs[{!r}]", replays)
     max_logprobs = engine_kwargs.get("max_logprobs")
     if not isinstance(max_logprobs, int | None):
         reason, remedy = "it is not a value of this setting", "Leave it out (it is set for you)"
@@ -363,12 +363,12 @@ def _check_inherited(
     read = [name for name in vars(type(generation_config)()) if name not in set_by_trl]
     inherited = {name: getattr(generation_config, name, None) for name in read}
     spelling = "the model's generation_config.{}"
-    for error in _judge(inherited, generate.CONFIG, spelling, replays):
+    for error in judge(inherited, generate.CONFIG, spelling, replays):
         yield UnreplayableSettingError(error.setting, error.value, error.reason, _CLEAR)
 
 
-def _judge(
-    given: Mapping[str, Any], table: Mapping[str, Field], spelling: str, replays: bool
+def judge(
+    given: Mapping[str, Any], table: Mapping[str, Field], spelling: str, replays: bool = True
 ) -> Iterator[UnreplayableSettingError]:
     """A refusal of each setting that a table refuses or does not have."""
     for name, value in given.items():
