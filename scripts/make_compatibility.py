@@ -54,6 +54,11 @@ MATRICES = (
                 (f"{_TRAINER}test_multi_turn.py::test_custom_rollout*",),
                 (f"{_TRAINER}test_routes.py::*",),
             ),
+            "transformers continuous batching": (
+                ("tests/engines/test_settings_replayed.py::test_continuous_batching*",),
+                (),
+                (),
+            ),
             "vLLM in the training process, processed log-probs": (
                 (f"{_TRAINER}test_replay.py::test_vllm_*",),
                 (f"{_TRAINER}test_multi_turn.py::test_tool_loop*", f"{_TRAINER}test_multi_turn.py::test_environment*"),
