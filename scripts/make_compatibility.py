@@ -4,7 +4,8 @@
     python -m scripts.make_compatibility build/tests.xml [more.xml ...]
 
 A cell names how many of its tests passed. Tests that were not part of any given run leave "not run". A cell with a
-failure says so and makes the exit status 1.
+failure says so and makes the exit status 1. The largest gap of each sampling setting is a property that its test
+recorded: "gap, ENGINE, SETTING".
 """
 
 from __future__ import annotations
@@ -52,6 +53,11 @@ MATRICES = (
                 (f"{_TRAINER}test_replay.py::test_transformers_*", "tests/engines/test_transformers_generate.py::*"),
                 (f"{_TRAINER}test_multi_turn.py::test_custom_rollout*",),
                 (f"{_TRAINER}test_routes.py::*",),
+            ),
+            "transformers continuous batching": (
+                ("tests/engines/test_settings_replayed.py::test_continuous_batching*",),
+                (),
+                (),
             ),
             "vLLM in the training process, supports from its worker": (
                 (f"{_TRAINER}test_replay.py::test_vllm_*", "tests/engines/test_vllm_captures.py::*"),
@@ -148,6 +154,18 @@ def read_results(paths: Iterable[Path]) -> dict[str, str]:
     return found
 
 
+def read_gaps(paths: Iterable[Path]) -> dict[str, dict[str, str]]:
+    """The largest gap of each sampling setting, in nats, by engine. Later files win."""
+    found: dict[str, dict[str, str]] = {}
+    for path in paths:
+        for case in ElementTree.parse(path).iter("testcase"):
+            for recorded in case.iter("property"):
+                kind, engine, setting = f"{recorded.get('name')}, , ".split(", ", 2)
+                if kind == "gap":
+                    found.setdefault(engine, {})[setting.removesuffix(", , ")] = recorded.get("value", "")
+    return found
+
+
 def cell(patterns: tuple[str, ...], results: Mapping[str, str]) -> str:
     """What is said of a set of tests."""
     if not patterns:
@@ -159,7 +177,9 @@ def cell(patterns: tuple[str, ...], results: Mapping[str, str]) -> str:
     return f"{passed} pass" if passed else "not run"
 
 
-def page(results: Mapping[str, str], environment: EnvironmentReport) -> str:
+def page(
+    results: Mapping[str, str], environment: EnvironmentReport, gaps: Mapping[str, Mapping[str, str]] | None = None
+) -> str:
     """The page, in Markdown."""
     lines = [
         "# Compatibility",
@@ -184,6 +204,15 @@ def page(results: Mapping[str, str], environment: EnvironmentReport) -> str:
         for name, cells in matrix.rows.items():
             lines.append(f"| {name} | {' | '.join(cell(patterns, results) for patterns in cells)} |")
         lines.append("")
+    lines += [
+        "## Settings",
+        "",
+        "The largest difference between replayed and recorded log-probs, in nats per token.",
+        "",
+    ]
+    for engine, found in sorted((gaps or {}).items()):
+        lines += [f"| {engine} | largest gap |", "|---|---|"]
+        lines += [f"| {setting} | {gap} |" for setting, gap in found.items()] + [""]
     return "\n".join(lines)
 
 
@@ -192,7 +221,7 @@ def main() -> int:
     parser.add_argument("results", type=Path, nargs="+", help="JUnit XML files that pytest wrote")
     parser.add_argument("--output", type=Path, default=PAGE)
     options = parser.parse_args()
-    text = page(read_results(options.results), report())
+    text = page(read_results(options.results), report(), read_gaps(options.results))
     options.output.write_text(text)
     return 1 if " fail**" in text else 0
 

@@ -21,9 +21,9 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 _SETTINGS = """# Settings
 
 `SupportReplayGRPOConfig` takes every setting of TRL's `GRPOConfig`, with its meaning, and those below. None of them has
-to be set: replay is on as soon as `top_k`, `top_p` or `min_p` truncates. Each is also an option of
-`trl-support-replay grpo`, and a key of its YAML files. `SupportReplayRLOOConfig` adds the same settings to TRL's
-`RLOOConfig`.
+to be set: replay is on as soon as a setting cuts tokens (`top_k`, `top_p`, `min_p`, a constraint). Each is also an
+option of `trl-support-replay grpo`, and a key of its YAML files. `SupportReplayRLOOConfig` adds the same settings to
+TRL's `RLOOConfig`.
 
 """
 _COMMAND = """
@@ -35,13 +35,23 @@ Beside those of `trl grpo` and `accelerate launch`.
 _REFUSED = """# Refused on purpose
 
 Scores are exact when the engine drew each token from `softmax(logits / temperature)`, restricted to the recorded
-support where something truncates, and nothing else. A setting that changes the distribution in another way is refused
+support where a setting cuts tokens, and nothing else. A setting that changes the distribution in another way is refused
 when the configuration is made, before a model is loaded. The error, an `UnreplayableSettingError`, names setting, value
 and the way out.
 
-This holds with nothing truncated as well: TRL scores over the whole vocabulary then, and a constraint, a penalty or a
-second temperature draws from another distribution. The tables say what is refused only while supports or experts are
-recorded. A setting that nobody has looked at yet is refused by its name.
+This holds where no token is cut as well: TRL scores over the whole vocabulary then, and a penalty or a second
+temperature draws from another distribution. The tables say what is refused only while supports or experts are recorded.
+A setting that nobody has looked at yet is refused by its name.
+
+## Replayed
+
+Each of these switches replay on, beside others or alone; with SGLang, the trainer's own settings do. The
+[largest gaps](compatibility.md#settings) that tests measured are on a page of their own.
+
+| what it does | vLLM | transformers `generate` | SGLang |
+|---|---|---|---|
+{replayed}
+A `logit_bias` or `sequence_bias` that is -inf for all its tokens removes them, and is replayed.
 
 ## In any case
 
@@ -79,8 +89,10 @@ nats. The commands `score` and `audit` compare the scores in the same way.
 
 | setting | why |
 |---|---|
-| `top_p` or `min_p` without `top_k`, with `support_capture="logprobs"` or a vLLM older than 0.28 | nothing bounds the \
-support, and vLLM reports a bounded number of log-probs |
+| `top_p`, `min_p` or a constraint (but for `allowed_token_ids` and a choice) without `top_k`, with \
+`support_capture="logprobs"` or a vLLM older than 0.28 | nothing bounds the support, and vLLM reports a bounded number \
+of log-probs |
+| `generation_kwargs["logit_bias"]` with `vllm_mode="server"` | -inf does not travel to a server |
 | `vllm_engine_kwargs` with `vllm_mode="server"` | they reach the colocated engine only |
 | `vllm_engine_kwargs['tensor_parallel_size']` or `['pipeline_parallel_size']`, other than 1 | TRL would not know that \
 processes share an engine; `vllm_tensor_parallel_size` is its setting |
@@ -103,8 +115,6 @@ settings in its `config.json` count.
 | setting | why |
 |---|---|
 {transformers}
-`typical_p`, `epsilon_cutoff`, `eta_cutoff` and `top_h` only remove tokens, so they are replayed.
-
 ## With SGLang
 
 | setting | why |
@@ -153,6 +163,7 @@ def _entry(field: dataclasses.Field[Any], owner: type) -> str:
 def refused_page() -> str:
     """What the tables of settings refuse."""
     return _REFUSED.format(
+        replayed=_replayed(),
         always=_rows("{}", trl.ALWAYS),
         vllm=_rows("{}", trl.WITH_VLLM)
         + _rows("generation_kwargs[{!r}]", vllm.REQUEST)
@@ -166,10 +177,22 @@ def refused_page() -> str:
     )
 
 
+def _replayed() -> str:
+    """A row for each class that leaves a support, with the settings of each engine."""
+    lines = []
+    for effect in (Effect.TRUNCATES, Effect.REMOVES, Effect.FIXES):
+        cells = []
+        for tables in ((vllm.REQUEST, trl.WITH_VLLM), (generate.CONFIG,), (sglang.REQUEST,)):
+            names = [name for table in tables for name, field in table.items() if field.effect is effect]
+            cells.append(", ".join(f"`{name}`" for name in names) or "-")
+        lines.append(f"| {effect.value} | {' | '.join(cells)} |\n")
+    return "".join(lines)
+
+
 def _rows(spelling: str, table: dict[str, Field]) -> str:
     lines = []
     for name, field in table.items():
-        refused = None if name.startswith("_") else field.refused(_ANY, truncates=False)
+        refused = None if name.startswith("_") else field.refused(_ANY)
         if refused is not None:
             but = f", other than {' or '.join(map(repr, field.off))}" if field.off else ""
             only = " (only while something is recorded)" if field.effect is Effect.REPORTS else ""

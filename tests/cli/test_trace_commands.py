@@ -50,6 +50,20 @@ def test_score_with_the_same_weights_gives_the_recorded_logprobs(captured, tiny_
     assert figures in cli(*arguments)[1]
 
 
+def test_capture_records_what_a_constraint_leaves(tiny_model_path, prompts, tmp_path, capsys):
+    constraint = ("--top_p", 1.0, "--limit", 2, "--generation_kwargs", '{"suppress_tokens": [40, 50, 60]}')
+    code, text = run_cli(capsys, *capture(tiny_model_path, prompts, tmp_path / "traces"), *constraint)
+    assert code == 0, text
+    for trace in all_traces(tmp_path / "traces"):
+        assert (trace.supports.sizes == 96).all() and not {40, 50, 60} & set(trace.supports.token_ids.tolist())
+    scored = ("score", "--traces", tmp_path / "traces", "--model", tiny_model_path, "--output", tmp_path / "scored")
+    assert run_cli(capsys, *scored)[0] == 0
+    for path in (tmp_path / "scored").glob("*.parquet"):
+        table = pq.read_table(path)
+        for trace, replayed in zip(table_to_traces(table), table["replayed_logprobs"].to_pylist(), strict=True):
+            np.testing.assert_allclose(replayed, trace.sampling_logprobs, atol=1e-4)
+
+
 def test_score_with_another_model_reports_the_difference(captured, tiny_model_path, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -105,11 +119,15 @@ def test_inspect_of_nothing_and_of_torn_files(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("--top_p", 1.0), "Nothing is truncated"),
+        (("--top_p", 1.0), "Nothing cuts tokens"),
         (("--top_k", 1), "top_k=1 cannot be replayed"),
         (
             ("--engine", "vllm", "--top_k", 5, "--engine_kwargs", '{"spec_method": "ngram"}'),
             "vllm_engine_kwargs['spec_method']='ngram' cannot be replayed",
+        ),
+        (
+            ("--generation_kwargs", '{"sequence_bias": [[[5], 1.0]]}'),
+            "generation_kwargs['sequence_bias']=[[[5], 1.0]] can",
         ),
         (("--dataset", "missing.jsonl"), "cannot be read"),
         (("--seed", 5), "holds a capture with seed=0, and this one has seed=5"),
@@ -151,10 +169,10 @@ def test_capture_reads_the_generation_defaults_of_older_models_too(tiny_model_pa
     shutil.copytree(tiny_model_path, model)
     (model / "generation_config.json").unlink()
     config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"no_repeat_ngram_size": 2}))
-    assert AutoModelForCausalLM.from_pretrained(model).generation_config.no_repeat_ngram_size == 2
+    (model / "config.json").write_text(json.dumps(config | {"encoder_repetition_penalty": 1.5}))
+    assert AutoModelForCausalLM.from_pretrained(model).generation_config.encoder_repetition_penalty == 1.5
     code, text = run_cli(capsys, *capture(model, prompts, tmp_path / "traces"))
-    assert code == 2 and "the model's generation_config.no_repeat_ngram_size=2 cannot be replayed" in text
+    assert code == 2 and "the model's generation_config.encoder_repetition_penalty=1.5 cannot be replayed" in text
 
 
 @pytest.mark.parametrize(
@@ -357,6 +375,7 @@ def test_a_damaged_prompts_file_is_named(tiny_model_path, tmp_path, capsys):
 def test_capture_with_vllm_scores_as_recorded(smollm2_path, prompts, tmp_path):
     engine = json.dumps({"enforce_eager": True, "max_model_len": 256, "max_num_batched_tokens": 512})
     more = ("--engine", "vllm", "--top_k", 20, "--limit", 2, "--engine_kwargs", engine)
+    more += ("--generation_kwargs", '{"structured_outputs": {"regex": "[A-Za-z ,.]+"}}')
     code, text = cli_alone(*capture(smollm2_path, prompts, tmp_path / "traces", *more))
     assert code == 0, text
     code, text = cli("score", "--traces", tmp_path / "traces", "--model", smollm2_path, "--output", tmp_path / "scored")

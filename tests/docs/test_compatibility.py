@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.make_compatibility import MATRICES, PAGE, cell, main, page, read_results
+from scripts.make_compatibility import MATRICES, PAGE, cell, main, page, read_gaps, read_results
 from trl_support_replay.libraries.environment import EnvironmentReport, PackageStatus
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -14,9 +14,11 @@ XML = """<testsuites><testsuite>
 <testcase classname="tests.trainers.test_replay" name="test_transformers_x[top_p]"/>
 <testcase classname="tests.trainers.test_replay" name="test_transformers_x[min_p]"/>
 <testcase classname="tests.trainers.test_replay" name="test_vllm_x"><failure message="no"/></testcase>
-<testcase classname="tests.trainers.test_replay" name="test_vllm_y"/>
-<testcase classname="tests.trainers.test_sharding" name="test_ddp[a]"><skipped/></testcase>
-<testcase classname="tests.trainers.test_sharding" name="test_zero3[a]"><error/></testcase>
+<testcase classname="tests.trainers.test_replay" name="test_vllm_y"><properties>
+<property name="gap, vLLM, structured_outputs, a regex" value="3e-06"/><property name="other" value="1"/>
+</properties></testcase>
+<testcase classname="tests.distributed.test_trainer" name="test_ddp[a]"><skipped/></testcase>
+<testcase classname="tests.distributed.test_trainer" name="test_zero3[a]"><error/></testcase>
 </testsuite></testsuites>"""
 ENVIRONMENT = EnvironmentReport(
     "0.1.0",
@@ -49,6 +51,12 @@ def test_the_page_has_every_row_and_the_versions(results):
     for matrix in MATRICES:
         for name, cells in matrix.rows.items():
             assert len(cells) == len(matrix.columns) and f"| {name} |" in text
+
+
+def test_the_page_has_the_gap_of_each_setting(results):
+    gaps = read_gaps([results])
+    assert gaps == {"vLLM": {"structured_outputs, a regex": "3e-06"}}
+    assert "| vLLM | largest gap |\n|---|---|\n| structured_outputs, a regex | 3e-06 |" in page({}, ENVIRONMENT, gaps)
 
 
 def test_a_failure_is_the_exit_status(results, tmp_path, monkeypatch):

@@ -109,6 +109,28 @@ def test_without_a_top_k_supports_have_any_size(pool, moe_server, moe_model, tru
     assert max(sizes) > 24 and unrecorded.support is None
 
 
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        {"structured_outputs": {"regex": "[a-z]{4,20}"}, "top_k": 20},
+        {"structured_outputs": {"choice": ["red", "green", "grey"]}, "top_k": 0},
+        {"allowed_token_ids": [40, 50, 60, 70], "top_k": 0},
+        {"bad_words": ["a", "e"], "top_k": 20},
+        {"min_tokens": 8, "stop_token_ids": [40, 50, 60], "top_k": 20},
+    ],
+    ids=lambda constraint: next(iter(constraint)),
+)
+def test_what_a_constraint_leaves_is_the_support(pool, moe_model, constraint, record_property):
+    requests = [request(prompt, sampling={"top_p": 1.0} | constraint) for prompt in PROMPTS]
+    gaps = []
+    for asked, (sample,) in zip(requests, pool.generate(requests), strict=True):
+        gaps.append(np.abs(replayed(moe_model, asked.prompt_ids.tolist(), sample) - sample.logprobs).max())
+        for name in set(constraint) & {"allowed_token_ids"}:
+            assert (sample.support.sizes == 4).all() and set(sample.token_ids) <= set(constraint[name])
+    record_property(f"gap, vLLM server, {next(iter(constraint))}", f"{max(gaps):.1e}")
+    assert max(gaps) <= TOLERANCE
+
+
 def test_stop_strings_and_stop_tokens_end_a_sample_where_they_stand(pool, moe_model):
     ((long,),) = pool.generate([request(PROMPTS[1], sampling={"seed": 5, "ignore_eos": True})])
     stop = int(long.token_ids[6])
@@ -248,6 +270,10 @@ def test_a_server_without_the_endpoint_gives_supports_by_its_logprobs(moe_server
             assert_replays(moe_model, prompt, sample)
             expected = expected_support(moe_model, prompt, sample, 20, 0.9, 0.8)
             assert np.mean([set(r.tolist()) == e for r, e in zip(sample.support, expected, strict=True)]) > 0.9
+    ((sample,),) = pool.generate([request(PROMPTS[0], sampling={"structured_outputs": {"regex": "[a-z]{4,20}"}})])
+    assert_replays(moe_model, PROMPTS[0], sample)
+    with pytest.raises(GenerationError, match=r"sampling\['presence_penalty'\]=0.5 cannot be replayed: it shifts"):
+        pool.generate([request(PROMPTS[0], sampling={"presence_penalty": 0.5})])
     ((plain,),) = pool.generate([request(PROMPTS[0], support=False)])
     assert plain.support is None and np.isfinite(plain.logprobs).all()
     with pytest.raises(GenerationError, match="no packed endpoint to return routes"):

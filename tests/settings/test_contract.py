@@ -74,7 +74,7 @@ def test_generation_kwargs_of_another_kind_are_refused(tmp_path):
 
 
 SHIFTED = {"repetition_penalty": 1.1}
-STRUCTURED = {"structured_outputs": {"regex": "a"}}
+INF = float("inf")
 
 
 @pytest.mark.parametrize("routes", [{}, {"routed_experts_replay": True}], ids=["stock", "routes"])
@@ -88,23 +88,20 @@ STRUCTURED = {"structured_outputs": {"regex": "a"}}
         ({"generation_kwargs": {"nonsense": 1}}, "generation_kwargs['nonsense']"),
         ({"use_vllm": True, "temperature": 0.005}, "temperature"),
         ({"use_vllm": True, "generation_kwargs": {"temperature": 0.005}}, "temperature"),
-        ({"use_vllm": True, "vllm_structured_outputs_regex": "a+"}, "vllm_structured_outputs_regex"),
-        ({"use_vllm": True, "generation_kwargs": STRUCTURED}, "generation_kwargs['structured_outputs']"),
-        ({"use_vllm": True, "generation_kwargs": {"allowed_token_ids": [3]}}, "generation_kwargs['allowed_token_ids']"),
-        ({"use_vllm": True, "generation_kwargs": {"bad_words": ["x"]}}, "generation_kwargs['bad_words']"),
-        ({"use_vllm": True, "generation_kwargs": {"min_tokens": 4}}, "generation_kwargs['min_tokens']"),
         ({"use_vllm": True, "generation_kwargs": {"logit_bias": {5: 1.0}}}, "generation_kwargs['logit_bias']"),
         ({"use_vllm": True, "generation_kwargs": {"extra_args": {"a": 1}}}, "generation_kwargs['extra_args']"),
         ({"use_vllm": True, "vllm_engine_kwargs": {"spec_method": "ngram"}}, "vllm_engine_kwargs['spec_method']"),
         ({"generation_kwargs": {"num_beams": 4}}, "generation_kwargs['num_beams']"),
         ({"generation_kwargs": {"do_sample": False}}, "generation_kwargs['do_sample']"),
-        ({"generation_kwargs": {"no_repeat_ngram_size": 3}}, "generation_kwargs['no_repeat_ngram_size']"),
-        ({"generation_kwargs": {"min_new_tokens": 4}}, "generation_kwargs['min_new_tokens']"),
         ({"generation_kwargs": {"sequence_bias": {(5,): 1.0}}}, "generation_kwargs['sequence_bias']"),
+        ({"generation_kwargs": {"sequence_bias": [[[5], -INF], [[6], -1.0]]}}, "generation_kwargs['sequence_bias']"),
+        ({"generation_kwargs": {"encoder_repetition_penalty": 1.2}}, "generation_kwargs['encoder_repetition_penalty']"),
+        ({"use_vllm": True, "repetition_penalty": 1.1}, "repetition_penalty"),
+        ({"use_vllm": True, "generation_kwargs": {"presence_penalty": 0.5}}, "generation_kwargs['presence_penalty']"),
     ],
 )
 def test_stock_scoring_is_no_excuse(tmp_path, kwargs, setting, routes):
-    """With nothing truncated the trainer scores over the whole vocabulary, and these draw from something else."""
+    """With no token cut the trainer scores over the whole vocabulary, and these draw from something else."""
     with pytest.raises(UnreplayableSettingError) as error:
         config(tmp_path, **kwargs, **routes)
     assert error.value.setting == setting and f"{setting}={error.value.value!r}" in str(error.value)
@@ -126,15 +123,69 @@ def test_what_leaves_the_distribution_alone_is_not_refused(tmp_path, kwargs):
     assert not check_contract(config(tmp_path, **kwargs)).truncates
 
 
+REGEX = {"structured_outputs": {"regex": "a+"}}
+REMOVING = [
+    (True, {"min_tokens": 4}),
+    (True, {"bad_words": ["x"]}),
+    (True, REGEX),
+    (True, {"structured_outputs": {"json": "{}"}}),
+    (True, {"logit_bias": {5: -INF, 7: -INF}}),
+    (True, {"thinking_token_budget": 8}),
+    (False, {"min_length": 3}),
+    (False, {"min_new_tokens": 4, "renormalize_logits": True}),
+    (False, {"bad_words_ids": [[3]]}),
+    (False, {"suppress_tokens": [3]}),
+    (False, {"begin_suppress_tokens": [3]}),
+    (False, {"no_repeat_ngram_size": 3}),
+    (False, {"encoder_no_repeat_ngram_size": 3}),
+    (False, {"sequence_bias": {(5,): -INF}}),
+    (False, {"sequence_bias": [[[5], -INF], [[6, 7], -INF]]}),
+    (False, {"forced_bos_token_id": 1}),
+    (False, {"forced_eos_token_id": 2}),
+]
+
+
+@pytest.mark.parametrize(("use_vllm", "kwargs"), REMOVING)
+def test_what_removes_or_fixes_tokens_is_replayed(tmp_path, use_vllm, kwargs):
+    """With truncation or alone; alone it has to be bounded in vLLM, whose log-probs are of so many candidates."""
+    settings = {"use_vllm": use_vllm, "generation_kwargs": kwargs}
+    name = next(iter(kwargs))
+    assert name in check_contract(config(tmp_path, **settings, top_k=20)).other
+    if use_vllm:
+        with pytest.raises(UnreplayableSettingError, match=rf"^generation_kwargs\['{name}'\]=.*Set top_k as well"):
+            config(tmp_path, **settings)
+    else:
+        alone = check_contract(config(tmp_path, **settings))
+        assert alone.truncates and alone.cutting == {name: kwargs[name]} and str(alone) == f"{name}={kwargs[name]}"
+
+
 @pytest.mark.parametrize(
-    "kwargs",
+    ("kwargs", "bound"),
     [
-        VLLM | {"generation_kwargs": {"min_tokens": 4}},
-        HF | {"generation_kwargs": {"min_new_tokens": 4, "min_length": 3, "renormalize_logits": True}},
+        ({"allowed_token_ids": [3, 5, 7, 5]}, 3),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, 26),
+        ({"structured_outputs": {"choice": ["yes", "no"]}, "allowed_token_ids": [3, 5]}, 2),
+        ({"allowed_token_ids": [3, 5, 7], "top_k": 2}, 2),
     ],
 )
-def test_what_only_removes_tokens_is_exact_with_truncation_where_it_is_recorded(tmp_path, kwargs):
-    assert check_contract(config(tmp_path, **kwargs)).truncates
+def test_a_small_set_of_allowed_tokens_bounds_supports_by_itself(tmp_path, kwargs, bound):
+    settings = check_contract(config(tmp_path, use_vllm=True, generation_kwargs=kwargs))
+    assert settings.truncates and settings.bound == bound and settings.top_k == kwargs.get("top_k", 0)
+
+
+def test_trls_regex_is_replayed_and_comes_before_other_constraints(tmp_path):
+    args = {"use_vllm": True, "vllm_structured_outputs_regex": "a+"}
+    choice = {"structured_outputs": {"choice": ["yes", "no"]}}
+    settings = check_contract(config(tmp_path, **args, top_k=20, generation_kwargs=choice))
+    assert settings.other == {"vllm_structured_outputs_regex": "a+"}
+    with pytest.raises(UnreplayableSettingError, match="^vllm_structured_outputs_regex='a.'.*Set top_k as well"):
+        config(tmp_path, **args, generation_kwargs=choice)
+
+
+def test_a_long_constraint_is_shortened_where_it_is_named(tmp_path):
+    schema = {"json": {"enum": ["x" * 1000]}}
+    settings = check_contract(config(tmp_path, **VLLM, generation_kwargs={"structured_outputs": schema}))
+    assert len(str(settings)) < 150 and str(settings).startswith("top_k=20, top_p=0.9, structured_outputs={'json'")
 
 
 def test_every_refusal_is_found_not_only_the_first(tmp_path):
@@ -174,7 +225,6 @@ def test_a_fixed_seed_is_warned_of(tmp_path, caplog, name):
         (VLLM | {"repetition_penalty": 1.1}, "repetition_penalty"),
         (VLLM | {"top_k": 0, "support_capture": "logprobs"}, "top_p"),
         (VLLM | {"top_k": None, "top_p": 1.0, "min_p": 0.1, "support_capture": "logprobs"}, "min_p"),
-        (VLLM | {"vllm_structured_outputs_regex": "a+"}, "vllm_structured_outputs_regex"),
         (VLLM | {"top_p": 1.2}, "top_p"),
         (VLLM | {"generation_kwargs": {"temperature": 0.7}}, "generation_kwargs['temperature']"),
         (VLLM | {"generation_kwargs": {"top_k": 1}}, "top_k"),
@@ -182,11 +232,13 @@ def test_a_fixed_seed_is_warned_of(tmp_path, caplog, name):
         (VLLM | {"generation_kwargs": {"frequency_penalty": -0.1}}, "generation_kwargs['frequency_penalty']"),
         (VLLM | {"generation_kwargs": {"repetition_penalty": 1.2}}, "generation_kwargs['repetition_penalty']"),
         (VLLM | {"generation_kwargs": {"logit_bias": {5: 1.0}}}, "generation_kwargs['logit_bias']"),
-        (VLLM | {"generation_kwargs": {"bad_words": ["x"]}}, "generation_kwargs['bad_words']"),
-        (VLLM | {"generation_kwargs": {"allowed_token_ids": [3]}}, "generation_kwargs['allowed_token_ids']"),
         (
-            VLLM | {"generation_kwargs": {"structured_outputs": {"regex": "a"}}},
-            "generation_kwargs['structured_outputs']",
+            VLLM | {"generation_kwargs": {"logit_bias": {5: -INF, 6: 1.0}}},
+            "generation_kwargs['logit_bias']",
+        ),
+        (
+            VLLM | {"vllm_mode": "server", "generation_kwargs": {"logit_bias": {5: -INF}}},
+            "generation_kwargs['logit_bias']",
         ),
         (VLLM | {"generation_kwargs": {"n": 2}}, "generation_kwargs['n']"),
         (VLLM | {"generation_kwargs": {"logprobs": 5}}, "generation_kwargs['logprobs']"),
@@ -226,12 +278,17 @@ def test_a_fixed_seed_is_warned_of(tmp_path, caplog, name):
         ),
         (VLLM | {"vllm_engine_kwargs": {"max_logprobs": "many"}}, "vllm_engine_kwargs['max_logprobs']"),
         (VLLM | {"generation_kwargs": {1: 2}}, "generation_kwargs[1]"),
-        (HF | {"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching"),
+        (
+            HF | {"use_transformers_continuous_batching": True, "routed_experts_replay": True},
+            "use_transformers_continuous_batching",
+        ),
+        (
+            HF | {"use_transformers_continuous_batching": True, "generation_kwargs": {"no_repeat_ngram_size": 2}},
+            "generation_kwargs['no_repeat_ngram_size']",
+        ),
+        (HF | {"use_transformers_continuous_batching": True, "repetition_penalty": 1.3}, "repetition_penalty"),
         (HF | {"generation_kwargs": {"num_beams": 2}}, "generation_kwargs['num_beams']"),
         (HF | {"generation_kwargs": {"do_sample": False}}, "generation_kwargs['do_sample']"),
-        (HF | {"generation_kwargs": {"no_repeat_ngram_size": 3}}, "generation_kwargs['no_repeat_ngram_size']"),
-        (HF | {"generation_kwargs": {"suppress_tokens": [3]}}, "generation_kwargs['suppress_tokens']"),
-        (HF | {"generation_kwargs": {"forced_eos_token_id": 2}}, "generation_kwargs['forced_eos_token_id']"),
         (HF | {"generation_kwargs": {"guidance_scale": 1.5}}, "generation_kwargs['guidance_scale']"),
     ],
 )
@@ -243,15 +300,17 @@ def test_refusals_name_setting_and_value(tmp_path, kwargs, setting):
 
 
 def test_model_defaults_are_checked_where_generate_would_use_them(tmp_path):
-    inherited = GenerationConfig(no_repeat_ngram_size=3)
-    with pytest.raises(UnreplayableSettingError, match="generation_config.no_repeat_ngram_size=3"):
+    inherited = GenerationConfig(encoder_repetition_penalty=1.5)
+    with pytest.raises(UnreplayableSettingError, match="generation_config.encoder_repetition_penalty=1.5"):
         check_contract(config(tmp_path, **HF), inherited)
-    with pytest.raises(UnreplayableSettingError, match="generation_config.no_repeat_ngram_size=3"):
+    with pytest.raises(UnreplayableSettingError, match="generation_config.encoder_repetition_penalty=1.5"):
         check_contract(config(tmp_path, use_vllm=False), inherited)
     # A value of None leaves the model's own in place.
-    with pytest.raises(UnreplayableSettingError, match="generation_config.no_repeat_ngram_size=3"):
-        check_contract(config(tmp_path, **HF, generation_kwargs={"no_repeat_ngram_size": None}), inherited)
-    assert check_contract(config(tmp_path, **HF, generation_kwargs={"no_repeat_ngram_size": 0}), inherited).truncates
+    off = {"generation_kwargs": {"encoder_repetition_penalty": None}}
+    with pytest.raises(UnreplayableSettingError, match="generation_config.encoder_repetition_penalty=1.5"):
+        check_contract(config(tmp_path, **HF, **off), inherited)
+    off = {"generation_kwargs": {"encoder_repetition_penalty": 1.0}}
+    assert check_contract(config(tmp_path, **HF, **off), inherited).truncates
     # What `generate` does not read is nobody's business.
     assert check_contract(config(tmp_path, **HF), GenerationConfig(chat_format="chatml")).truncates
     # vLLM is given every sampling parameter, so the model's defaults do not reach it.
@@ -263,6 +322,9 @@ def test_model_defaults_are_checked_where_generate_would_use_them(tmp_path):
 def test_model_defaults_can_switch_truncation_on_without_vllm(tmp_path):
     settings = check_contract(config(tmp_path, use_vllm=False), GenerationConfig(min_p=0.2))
     assert settings.min_p == 0.2 and settings.truncates
+    inherited = GenerationConfig(suppress_tokens=[3, 4], no_repeat_ngram_size=3)
+    stock = {"use_vllm": False, "generation_kwargs": {"no_repeat_ngram_size": 0}}
+    assert check_contract(config(tmp_path, **stock), inherited).cutting == {"suppress_tokens": [3, 4]}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ import pytest
 from transformers import GenerationConfig, TrainingArguments
 from trl import GRPOConfig, RLOOConfig
 
-from trl_support_replay.settings.sampling_table import Effect, Field, generate, sglang, trl, unknown, vllm
+from trl_support_replay.settings.sampling_table import generate, sglang, trl, unknown, vllm
+from trl_support_replay.settings.sampling_table.effects import biases
 
 
 def names(cls):
@@ -63,13 +64,25 @@ def test_a_refusal_has_a_reason_and_a_way_out(table):
 def test_the_defaults_of_a_library_are_never_refused(table):
     for name, field in table.items():
         for value in field.off:
-            assert field.refused(value, truncates=False) is None, name
+            assert field.refused(value) is None and not field.narrows(value), name
 
 
-def test_what_only_removes_tokens_is_exact_where_supports_are_recorded():
-    field = Field(Effect.REMOVES, (None, 0), recorded=True)
-    assert field.refused(4, truncates=True) is None
-    assert "nothing truncated" in field.refused(4, truncates=False).reason
+INF = float("inf")
+
+
+@pytest.mark.parametrize(
+    ("bias", "removes"),
+    [
+        ({5: -INF}, True),
+        ({5: -INF, 6: -100.0}, False),
+        ([[[5], -INF]], True),
+        ([[[5, 6], -INF], [[7], 0.5]], False),
+        ("text", False),
+        (3.0, False),
+    ],
+)
+def test_a_bias_that_is_only_ever_minus_infinity_removes_tokens(bias, removes):
+    assert biases().narrows(bias) == removes and (biases().refused(bias) is None) == removes
 
 
 def test_unknown_names_are_compared_with_the_known_ones():

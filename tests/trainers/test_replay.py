@@ -2,6 +2,7 @@
 
 import pytest
 
+from trl_support_replay.engine_outputs.errors import SupportCaptureError
 from trl_support_replay.libraries.rebind import rebound
 from trl_support_replay.settings.contract import UnreplayableSettingError
 
@@ -9,6 +10,7 @@ from .conftest import lend
 
 HF = {"use_vllm": False, "max_completion_length": 16}
 VLLM = {"use_vllm": True, "max_completion_length": 16, "top_k": 20, "top_p": 0.9, "learning_rate": 1e-5}
+BATCHING = {"use_transformers_continuous_batching": True}
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], "init_lora_weights": False}
 
 
@@ -39,6 +41,8 @@ def assert_replayed(trainer, generations):
         pytest.param({"top_k": 8, "lora": LORA, "beta": 0.1}, 2, id="LoRA with adapter reference"),
         pytest.param({"top_k": 8, "beta": 0.1, "kl_scope": "full"}, 2, id="full KL"),
         pytest.param({"generation_kwargs": {"typical_p": 0.8}}, 2, id="typical_p"),
+        pytest.param({"top_p": 0.9, **BATCHING}, 2, id="continuous batching"),
+        pytest.param({"top_k": 8, **BATCHING, "lora": LORA}, 2, id="continuous batching with LoRA"),
         pytest.param({"top_k": 8, "cast_lm_head_to_fp32": True}, 2, id="head in float32"),
     ],
 )
@@ -76,6 +80,7 @@ def test_a_batch_of_truncated_completions_only_has_no_figures(build, tiny_model_
         pytest.param({"gradient_checkpointing": False}, 2, id="no gradient checkpointing"),
         pytest.param({"min_p": 0.05, "generation_kwargs": {"min_tokens": 4}}, 2, id="min_p and min_tokens"),
         pytest.param({"generation_kwargs": {"stop": ["e", "a"]}}, 2, id="stop strings"),
+        pytest.param({"vllm_structured_outputs_regex": "[A-Za-z ,.]+"}, 2, id="a regex"),
     ],
 )
 def test_vllm_generation_is_replayed_exactly(build, vllm, tiny_llama_path, settings, generations):
@@ -107,6 +112,12 @@ def test_four_thousand_tokens_of_top_p_alone_are_replayed_exactly(build, smollm2
     logs = assert_replayed(trainer, 4)
     assert sum(log["support/tokens"] for log in logs) == 4 * 16 * 64
     assert sum(log["support/size_mean"] for log in logs) / 4 > 100  # far more than any number of log-probs
+
+
+def test_a_constraint_that_does_not_compile_is_named(build, vllm, tiny_llama_path):
+    trainer = build(tiny_llama_path, **VLLM, vllm_structured_outputs_regex="[A-Za-z ,.]{20,2000}")
+    with pytest.raises(SupportCaptureError, match="the engine gave it up .* takes too long to compile"):
+        trainer.train()
 
 
 @pytest.mark.parametrize(

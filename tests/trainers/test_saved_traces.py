@@ -13,11 +13,12 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from trl_support_replay import SupportReplayGRPOConfig, SupportReplayGRPOTrainer
 from trl_support_replay.rollouts.offline import OfflineTraces
 from trl_support_replay.traces.columns import TraceSchemaError, table_to_traces
 from trl_support_replay.traces.shards import ShardFolder
 
-from .conftest import sums
+from .conftest import checksum_reward, sums
 from .test_multi_turn import rollout
 
 HF = {"use_vllm": False, "top_p": 0.9, "max_completion_length": 10}
@@ -190,8 +191,69 @@ def test_nothing_is_read_or_written_where_nothing_is_replayed(build, moe_path, t
         moe_path, **stock, routed_experts_replay=True, save_traces=str(folder), output_dir=str(tmp_path / "a")
     )
     routed.train()
-    with pytest.raises(TraceSchemaError, match="sampled without truncation, and routed_experts_replay=False"):
+    with pytest.raises(TraceSchemaError, match="drawn from the whole vocabulary, and routed_experts_replay=False"):
         build(moe_path, **stock, train_dataset=load(folder), reward_funcs=None)
+    with pytest.raises(TraceSchemaError, match="drawn from the whole vocabulary, and the configuration has top_p=0.9"):
+        build(moe_path, **stock, top_p=0.9, train_dataset=load(folder), reward_funcs=None)
+    cut = build(moe_path, **stock, top_p=0.9, save_traces=str(tmp_path / "cut"), output_dir=str(tmp_path / "b"))
+    cut.train()
+    both = [row for name in ("traces", "cut") for row in load(tmp_path / name).select_columns(BASIC).to_list()]
+    with pytest.raises(TraceSchemaError, match="Tokens of row 8 were drawn from recorded supports, and those of row 0"):
+        build(
+            moe_path, **stock, top_p=0.9, train_dataset=datasets.Dataset.from_list(both), reward_funcs=checksum_reward
+        )
+
+
+BASIC = ["prompt_ids", "completion_ids", "loss_mask", "sampling_logprobs", "support_ids", "sampling"]
+
+
+@pytest.fixture(scope="module")
+def sampled_differently(tiny_model_path, tmp_path_factory):
+    """Four completions of a prompt for each way of sampling, all at temperature 1."""
+    folder = tmp_path_factory.mktemp("different")
+    different = [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"generation_kwargs": {"suppress_tokens": [40, 50]}}]
+    for i, settings in enumerate(different):
+        args = SupportReplayGRPOConfig(
+            output_dir=str(folder / f"run{i}"), save_traces=str(folder / str(i)), use_cpu=True, bf16=False, max_steps=1,
+            report_to=[], disable_tqdm=True, per_device_train_batch_size=4, num_generations=4, max_completion_length=10,
+            save_strategy="no", **settings,
+        )  # fmt: skip
+        data = sums().select([i])
+        SupportReplayGRPOTrainer(tiny_model_path, checksum_reward, args, train_dataset=data).train()
+    return datasets.concatenate_datasets([load(folder / str(i)) for i in range(len(different))])
+
+
+def test_traces_that_were_sampled_differently_are_trained_on_as_one(
+    build, tiny_model_path, sampled_differently, tmp_path, record_property
+):
+    found = {(row["top_p"], row["top_k"], row["min_p"]) for row in sampled_differently["sampling"]}
+    assert found == {(0.9, 0, 0.0), (1.0, 5, 0.0), (1.0, 0, 0.1), (1.0, 0, 0.0)}
+    trainer = build(
+        tiny_model_path, **HF | {"top_p": 0.5, "per_device_train_batch_size": 16, "max_steps": 1},
+        train_dataset=sampled_differently, reward_funcs=None, save_traces=str(tmp_path / "again"),
+    )  # fmt: skip
+    trainer.train()
+    gap = trainer.state.log_history[0]["support/logprob_gap_max"]
+    record_property("gap, saved traces, several top_p, top_k and min_p", f"{gap:.1e}")
+    assert gap <= 1e-4
+    # What cut the tokens of a row is not the configuration's; its temperature is.
+    for row in load(tmp_path / "again")["sampling"]:
+        assert row == {"temperature": 1.0, "top_p": None, "top_k": None, "min_p": None, "seed": 3}
+
+
+def test_traces_of_several_temperatures_are_refused(build, tiny_model_path, sampled_differently):
+    rows = sampled_differently.select_columns(BASIC).to_list()
+    rows[5]["sampling"]["temperature"] = 0.7
+    with pytest.raises(TraceSchemaError, match=r"temperature=0.7, temperature=1, .* take those of one .* == 0.7\)"):
+        build(
+            tiny_model_path, **HF, train_dataset=datasets.Dataset.from_list(rows), reward_funcs=checksum_reward
+        )  # fmt: skip
+
+
+def test_recorded_supports_are_not_scored_over_the_vocabulary(build, tiny_model_path, saved):
+    stock = {"use_vllm": False, "max_completion_length": 10}
+    with pytest.raises(TraceSchemaError, match="drawn from recorded supports, and the configuration cuts no tokens"):
+        build(tiny_model_path, **stock, train_dataset=load(saved), reward_funcs=None)
 
 
 def test_the_parts_of_one_policy_score_the_same_completions(saved, tiny_model_path):
@@ -202,7 +264,7 @@ def test_the_parts_of_one_policy_score_the_same_completions(saved, tiny_model_pa
     def completions(process):
         offline.choose([0, 0])
         trainer = SimpleNamespace(accelerator=SimpleNamespace(process_index=process), model=policy)
-        return offline.rollout(["", ""], trainer)["completion_ids"]
+        return offline(["", ""], trainer)["completion_ids"]
 
     found = [completions(process) for process in range(4)]
     assert found[0] == found[1] and found[2] == found[3]
@@ -249,11 +311,6 @@ def test_routes_are_trained_through_offline(build, moe_path, tmp_path):
     ("settings", "message"),
     [
         ({"temperature": 0.7}, "sampled with temperature=1, and the configuration has temperature=0.7"),
-        (
-            {"temperature": 0.7, "min_p": 0.1},
-            "with temperature=1, min_p=0, and the configuration has temperature=0.7, min_p=0.1",
-        ),
-        ({"top_p": 0.8}, "set top_p=0.9"),
         ({"num_generations": 8, "per_device_train_batch_size": 8}, "num_generations=8, but no prompt .* than 4"),
     ],
 )

@@ -98,12 +98,12 @@ def check_server(server: Server, settings: SamplingSettings) -> None:
         setting = f"{server.url}: {found['setting']}"
         raise UnreplayableSettingError(setting, found["value"], found["reason"], found["remedy"])
     limit = server.info.get("max_top_k")
-    if limit is not None and settings.top_k > limit:
+    if limit is not None and settings.bound > limit:
         reason = f"{server.url} records at most {limit} candidates for each token"
         remedy = "Lower it, or start the server with a larger --max-logprobs (SGLang: --sampling-mask-max-tokens)"
-        raise UnreplayableSettingError("top_k", settings.top_k, reason, remedy)
-    if server.info.get("needs_top_k") and settings.truncates and settings.top_k == 0:
-        reason = f"{server.url} records supports only for a finite top_k"
+        raise UnreplayableSettingError("top_k", settings.bound, reason, remedy)
+    if server.info.get("needs_top_k") and settings.truncates and settings.bound == 0:
+        reason = f"{server.url} records supports only for a finite top_k, and does not tell how large one may be"
         remedy = "Set top_k (for example top_k=1000, which cuts little that top_p or min_p would keep)"
         raise UnreplayableSettingError("top_k", 0, reason, remedy)
 

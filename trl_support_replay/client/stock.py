@@ -21,7 +21,8 @@ import orjson
 from ..engine_outputs.errors import SupportCaptureError
 from ..engine_outputs.vllm_outputs import TIE_SLACK, num_candidates, read_flat_logprobs
 from ..settings.built_engine import config_refusals, described
-from ..settings.contract import normalize_top_k
+from ..settings.contract import judge, normalize_top_k
+from ..settings.sampling_table.vllm import REQUEST
 from ..traces.support import SupportError, SupportRows
 from ..wire import protocol
 from ..wire.protocol import GenerateRequest, Sample
@@ -81,6 +82,9 @@ class StockServer:
             raise ValueError(
                 f"routes_start={request.routes_start}: {self.url} has no packed endpoint to return routes."
             )
+        if request.support:
+            for error in judge(request.sampling, REQUEST, "sampling[{!r}]"):
+                raise error
         # What a request leaves out, the server takes from the model's generation_config.json.
         sampling = {
             "temperature": 1.0,
@@ -92,7 +96,9 @@ class StockServer:
             "frequency_penalty": 0.0,
             **{name: value for name, value in request.sampling.items() if value is not None},
         }
-        if self.capture == "native" and request.support:
+        # The mask names other tokens beside one that a budget fixes; the log-probs tell them apart.
+        masked = self.capture == "native" and sampling.get("thinking_token_budget") is None
+        if masked and request.support:
             body = {
                 "request_id": request.request_id,
                 "model": self._model,

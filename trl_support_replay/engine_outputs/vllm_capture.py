@@ -53,8 +53,15 @@ class Capture:
         return {"top_k": model_config.get_vocab_size()} if self.name == "native" and top_k <= 0 else {}
 
     def request_kwargs(self, top_k: int, model_config: Any) -> dict[str, Any]:
-        """What replaces arguments of `SamplingParams` in a request whose supports are recorded; see above."""
+        """What replaces arguments of `SamplingParams` in a request whose supports are recorded; see above.
+
+        Args:
+            top_k: the request's, or the number of tokens that a constraint allows, which it leaves whole; 0 is off.
+            model_config: the engine's `ModelConfig`.
+        """
         kwargs: dict[str, Any] = {"logprobs": 0, **self.any_request_kwargs(top_k, model_config)}
+        if top_k > 0:
+            kwargs["top_k"] = top_k
         if self.name == "logprobs":
             vocab_size, limit = model_config.get_vocab_size(), model_config.max_logprobs
             kwargs["logprobs"] = num_candidates(top_k, model_config.dtype, vocab_size, limit)

@@ -24,6 +24,9 @@ _SLACK: dict[str, Callable[[int], int]] = {
     "float16": lambda top_k: 8 + top_k // 8,
     "bfloat16": lambda top_k: 16 + top_k,
 }
+# A rule that fixes a token may leave the others finite: vLLM sets the logit of the fixed one to 1e9. Below this
+# log-prob a token has a probability of exactly 0, and was no candidate.
+IMPOSSIBLE = -1e6
 # The candidates' probabilities sum to 1 up to float32 rounding when none is missing.
 _ROUNDING = 2e-5
 # From here on, a sum that is not 1 must have a known cause.
@@ -137,13 +140,14 @@ class _Candidates:
                 f"{request}: the engine did not report token {position} (id {sampled[position]}), which it sampled."
             )
         self.logprobs = values[first]
-        if np.isneginf(self.logprobs).any():
-            position = int(np.argmax(np.isneginf(self.logprobs)))
+        impossible = self.logprobs < IMPOSSIBLE
+        if impossible.any():
+            position = int(np.argmax(impossible))
             raise SupportCaptureError(
                 f"{request}: token {position} (id {sampled[position]}) was sampled with probability 0 after truncation."
             )
 
-        member = np.isfinite(values)
+        member = values >= IMPOSSIBLE
         member[starts] = False
         self._sampled, self._ids, self._values, self._member = sampled, ids, values, member
         self._starts, self._ends = starts, ends
@@ -271,7 +275,7 @@ def read_sampling_mask(completion: Any, request: str, trailing: bool = False) ->
 
 
 def read_sampled_logprobs(completion: Any, request: str) -> tuple[np.ndarray, SupportRows, int]:
-    """Log-probs of the sampled tokens (`logprobs=0`), each with a support of itself only, when nothing is truncated.
+    """Log-probs of the sampled tokens (`logprobs=0`), each with a support of itself only, when no token is cut.
 
     Arguments, results and errors as in `read_flat_logprobs`.
     """

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,12 +24,14 @@ class CaptureRequest:
         num_generations: completions per prompt.
         max_tokens: longest completion.
         seed: of the first batch; each batch gets a seed of its own, so that a resumed capture equals a whole one.
+        further: further settings of the engine, which the contract has checked.
     """
 
     settings: SamplingSettings
     num_generations: int
     max_tokens: int
     seed: int
+    further: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Generator(Protocol):
@@ -68,17 +70,15 @@ class TransformersGenerator:
         eos = self._model.generation_config.eos_token_id
         stop_ids = [eos] if isinstance(eos, int) else list(eos or [])
         settings = request.settings
-        self._config = GenerationConfig(
-            do_sample=True,
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            top_k=settings.top_k,
-            min_p=settings.min_p,
-            max_new_tokens=request.max_tokens,
-            eos_token_id=stop_ids or None,
-            pad_token_id=stop_ids[0] if stop_ids else 0,
-            repetition_penalty=1.0,
-        )
+        own = {
+            "do_sample": True,
+            "max_new_tokens": request.max_tokens,
+            "eos_token_id": stop_ids or None,
+            "pad_token_id": stop_ids[0] if stop_ids else 0,
+            "repetition_penalty": 1.0,
+        }
+        sampling = {name: getattr(settings, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        self._config = GenerationConfig(**own | dict(request.further) | sampling)
 
     def generate(self, prompts: Sequence[Sequence[int]], batch: int) -> list[Trace]:
         import torch
@@ -123,37 +123,38 @@ class VLLMGenerator:
         self._request = request
         kwargs: dict[str, Any] = {"model": model, "dtype": dtype, "logprobs_mode": "processed_logprobs", **engine}
         self._capture = choose_capture("auto", request.settings, kwargs)
-        self._llm = LLM(**{**self._capture.engine_kwargs(request.settings.top_k, kwargs["dtype"]), **kwargs})
+        self._llm = LLM(**{**self._capture.engine_kwargs(request.settings.bound, kwargs["dtype"]), **kwargs})
         check_engine(self._llm.llm_engine.vllm_config)
         open_capture(self._llm, self._capture)
 
     def generate(self, prompts: Sequence[Sequence[int]], batch: int) -> list[Trace]:
         from vllm import SamplingParams
+        from vllm.sampling_params import StructuredOutputsParams
 
         settings, request = self._request.settings, self._request
-        capturing = self._capture.request_kwargs(settings.top_k, self._llm.llm_engine.model_config)
-        params = [
-            SamplingParams(
-                **{
-                    "n": request.num_generations,
-                    "temperature": settings.temperature,
-                    "top_p": settings.top_p,
-                    "top_k": settings.top_k,
-                    "min_p": settings.min_p,
-                    "max_tokens": request.max_tokens,
-                    "seed": (request.seed + batch) * 100_003 + i,
-                    "detokenize": False,
-                    **capturing,
-                }
-            )
-            for i in range(len(prompts))
-        ]
+        further = dict(request.further)
+        if "structured_outputs" in further:
+            further["structured_outputs"] = StructuredOutputsParams(**further["structured_outputs"])
+        stops = bool(further.get("stop"))
+        sampling = {
+            "detokenize": stops,
+            **further,
+            "n": request.num_generations,
+            "temperature": settings.temperature,
+            "top_p": settings.top_p,
+            "top_k": settings.bound,
+            "min_p": settings.min_p,
+            "max_tokens": request.max_tokens,
+            **self._capture.request_kwargs(settings.bound, self._llm.llm_engine.model_config),
+        }
+        first = (request.seed + batch) * 100_003
+        params = [SamplingParams(**sampling | {"seed": first + i}) for i in range(len(prompts))]
         inputs: Any = [{"prompt_token_ids": list(p)} for p in prompts]
         traces = []
         for output in self._llm.generate(inputs, params, use_tqdm=False):
             for completion in output.outputs:
                 where = f"vLLM request {output.request_id}"
-                logprobs, supports, repaired = self._capture.read(completion, settings.top_k, where)
+                logprobs, supports, repaired = self._capture.read(completion, settings.bound, where, stops)
                 self.repaired += repaired
                 traces.append(_trace(output.prompt_token_ids or [], completion.token_ids, logprobs, supports))
         return traces

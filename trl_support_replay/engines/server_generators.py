@@ -57,9 +57,10 @@ class ServerGenerator:
                 prompt_ids=np.asarray(prompt, dtype=np.int32),
                 n=request.num_generations,
                 sampling={
+                    **request.further,
                     "temperature": settings.temperature,
                     "top_p": settings.top_p,
-                    "top_k": settings.top_k,
+                    "top_k": settings.bound,
                     "min_p": settings.min_p,
                     "max_tokens": request.max_tokens,
                     "seed": (request.seed + batch) * 100_003 + i,

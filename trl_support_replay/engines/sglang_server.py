@@ -27,8 +27,7 @@ from ..client.weights import VersionedWeights
 from ..engine_outputs.errors import SupportCaptureError
 from ..parallel.processes import alone
 from ..settings.built_engine import described
-from ..settings.contract import SamplingSettings, UnreplayableSettingError, normalize_top_k
-from ..settings.sampling_table import unknown
+from ..settings.contract import SamplingSettings, UnreplayableSettingError, judge, normalize_top_k
 from ..settings.sampling_table.sglang import REQUEST
 from ..traces.rollout_keys import ROLLOUT_KEY
 from ..traces.support import SupportError, SupportRows
@@ -90,7 +89,7 @@ class SGLangServer:
         sampling = {_NAMES.get(name, name): value for name, value in request.sampling.items() if value is not None}
         top_k = normalize_top_k(sampling.get("top_k"))
         if request.support:
-            _check_sampling(sampling, truncates=True)
+            _check_sampling(sampling)
             check_server(self, SamplingSettings(top_k=top_k, top_p=sampling.get("top_p", 1.0)))
             top_k = top_k or self._bound()
         body = {
@@ -190,7 +189,7 @@ class SGLangRollout:
         self._pool.first_server = trainer.accelerator.process_index
         support = trainer.replays_support and trainer.model.training
         if trainer.model.training and not support:
-            _check_sampling(self._sampling_params, truncates=False)
+            _refuse_narrowing(self._sampling_params)
         prompt_ids = [_tokenize(prompt, trainer) for prompt in prompts]
         requests = [
             GenerateRequest(
@@ -269,11 +268,22 @@ class SGLangRollout:
         self._version, self._loaded_at = version, (trainer.state, trainer.state.global_step)
 
 
-def _check_sampling(sampling: Mapping[str, Any], truncates: bool) -> None:
+def _check_sampling(sampling: Mapping[str, Any]) -> None:
+    for error in judge(sampling, REQUEST, "sampling_params[{!r}]"):
+        raise error
+
+
+def _refuse_narrowing(sampling: Mapping[str, Any]) -> None:
+    """Refuse what cuts tokens, for a trainer whose own settings cut none, so that it records no supports."""
     for name, value in sampling.items():
-        refused = REQUEST[name].refused(value, truncates) if name in REQUEST else unknown(name, REQUEST)
-        if refused is not None:
-            raise UnreplayableSettingError(f"sampling_params[{name!r}]", value, *refused)
+        if REQUEST[name].narrows(value):
+            raise UnreplayableSettingError(
+                f"sampling_params[{name!r}]",
+                value,
+                "it removes tokens, and the trainer scores over the whole vocabulary, since none of its own settings "
+                "cuts any",
+                "Leave it out, or set the trainer's top_k, top_p or min_p as well",
+            )
 
 
 def _unreplayable(facts: Mapping[str, Any]) -> list[dict[str, str]]:
@@ -284,7 +294,7 @@ def _unreplayable(facts: Mapping[str, Any]) -> list[dict[str, str]]:
             refused.append(UnreplayableSettingError(setting, facts[setting], reason, "Start the server without"))
     preferred = facts.get("preferred_sampling_params") or {}
     try:
-        _check_sampling(orjson.loads(preferred) if isinstance(preferred, str) else preferred, truncates=True)
+        _check_sampling(orjson.loads(preferred) if isinstance(preferred, str) else preferred)
     except (UnreplayableSettingError, orjson.JSONDecodeError, AttributeError) as error:
         reason = f"the server adds it to every request, and {getattr(error, 'reason', error)}"
         remedy = "Start the server without"
@@ -301,7 +311,7 @@ def _check_further(sampling_params: Mapping[str, Any]) -> None:
                 f"{name} comes from the trainer's configuration, and the trainer scores with that",
                 f"Set {name} there and leave it out here",
             )
-    _check_sampling(sampling_params, truncates=True)
+    _check_sampling(sampling_params)
 
 
 def _tokenize(prompt: Any, trainer: Any) -> list[int]:

@@ -11,11 +11,12 @@ import torch
 from transformers import LogitsProcessor, StoppingCriteriaList
 
 from ..engine_outputs.errors import SupportCaptureError
+from ..engine_outputs.vllm_outputs import IMPOSSIBLE
 from ..traces.support import SupportRows
 
 
 class ScoresRecorder(LogitsProcessor):
-    """A logits processor that keeps, for each step, which tokens have a finite score and the sampled one's log-prob.
+    """A logits processor that keeps, for each step, which tokens can be drawn, and the log-prob of the one that was.
 
     It changes nothing. It must be the last of the list, after the warpers that `generate` adds behind the user's own
     processors; `recording` puts it there, and tells it which sequences `generate` has stopped. What `generate` fills in
@@ -23,8 +24,8 @@ class ScoresRecorder(LogitsProcessor):
     `[steps, batch, vocabulary]`.
 
     Args:
-        truncates: whether anything is cut. When nothing is, a support holds only the sampled token, since the log-prob
-            is then over the vocabulary.
+        truncates: whether any token may be cut. When none may, a support holds only the sampled token, since the
+            log-prob is then over the vocabulary.
     """
 
     def __init__(self, truncates: bool = True):
@@ -51,7 +52,7 @@ class ScoresRecorder(LogitsProcessor):
         self._last = torch.log_softmax(scores, dim=-1)
         if self._truncates:
             assert self._alive is not None
-            rows, ids = (torch.isfinite(scores) & self._alive[:, None]).nonzero(as_tuple=True)
+            rows, ids = ((self._last >= IMPOSSIBLE) & self._alive[:, None]).nonzero(as_tuple=True)
             sizes = torch.bincount(rows, minlength=len(scores)).cpu().numpy()
             self._supports.append((np.concatenate([[0], np.cumsum(sizes)]), ids.to(torch.int32).cpu().numpy()))
         return scores

@@ -69,6 +69,8 @@ def choose_capture(
         else:
             obstacles["native"] = "this engine runs Model Runner V1, which has no sampling mask"
             obstacles["worker"] = obstacles["worker"] or _seam_obstacle()
+    if obstacles["native"] is None and "thinking_token_budget" in settings.other:
+        obstacles["native"] = "vLLM's sampling mask names other tokens beside one that a thinking_token_budget fixes"
     able = [*(name for name, obstacle in obstacles.items() if obstacle is None), "logprobs"]
     name = able[0] if asked == "auto" else asked
     if obstacles.get(name) is not None:

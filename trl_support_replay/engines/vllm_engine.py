@@ -19,6 +19,7 @@ from accelerate.utils import is_peft_model
 from transformers.core_model_loading import revert_weight_conversion
 from trl.generation.vllm_generation import VLLMGeneration
 
+from ..engine_outputs.errors import SupportCaptureError
 from ..engine_outputs.vllm_capture import Capture
 from ..engine_outputs.vllm_routes import read_routed_experts
 from ..libraries.environment import check_seam
@@ -181,7 +182,7 @@ class SupportVLLMGeneration(EngineFixes):
         if self._routers is not None:
             kwargs["enable_return_routed_experts"] = True
         self._capture = choose_capture(self._support_capture, self._settings, {**own, **kwargs})
-        return {**self._capture.engine_kwargs(self._settings.top_k, kwargs["dtype"]), **kwargs}
+        return {**self._capture.engine_kwargs(self._settings.bound, kwargs["dtype"]), **kwargs}
 
     def _init_vllm(self) -> None:
         super()._init_vllm()
@@ -215,7 +216,7 @@ class SupportVLLMGeneration(EngineFixes):
         recorder, own = self._recorder(), self.generation_kwargs
         # Stop strings are the only reason to turn tokens into text here.
         stops = bool(own.get("stop"))
-        top_k, config = self._settings.top_k, self.llm.llm_engine.model_config
+        bound, config = self._settings.bound, self.llm.llm_engine.model_config
 
         @alone()
         def extract(outputs: list[Any]) -> tuple[list, list]:
@@ -231,7 +232,12 @@ class SupportVLLMGeneration(EngineFixes):
                         token_ids.append([])
                         continue
                     request = f"vLLM request {output.request_id}"
-                    values, rows, repaired = self._capture.read(completion, top_k, request, trailing=stops)
+                    if completion.finish_reason in ("abort", "error"):
+                        raise SupportCaptureError(
+                            f"{request}: the engine gave it up (finish reason {completion.finish_reason!r}). Its log "
+                            "says why: a structured output that takes too long to compile, for example."
+                        )
+                    values, rows, repaired = self._capture.read(completion, bound, request, trailing=stops)
                     routes = self._read_routes(output, completion, request, trailing=stops)
                     prompt_ids = () if routes is None else output.prompt_token_ids
                     traced = recorder.add(completion.token_ids, values, rows, repaired, routes, prompt_ids)
@@ -241,9 +247,9 @@ class SupportVLLMGeneration(EngineFixes):
 
         try:
             if recorder is None:
-                self.generation_kwargs = {**own, **self._capture.any_request_kwargs(top_k, config)}
+                self.generation_kwargs = {**own, **self._capture.any_request_kwargs(bound, config)}
                 return super().generate(prompts, *args, **kwargs)
-            recorded = self._capture.request_kwargs(top_k, config)
+            recorded = self._capture.request_kwargs(bound, config)
             self.generation_kwargs = {**({} if stops else {"detokenize": False}), **own, **recorded}
             with rebound(trl_vllm, extract_logprobs=extract):
                 return super().generate(prompts, *args, **kwargs)

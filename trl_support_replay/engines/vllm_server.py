@@ -251,16 +251,19 @@ class SupportVLLMServerGeneration(CheckpointWeights):
         return routes
 
     def _sampling(self) -> dict[str, Any]:
-        sampling = {
+        sampling: dict[str, Any] = {
             "temperature": self.temperature,
             "top_p": self.top_p,
-            "top_k": self.top_k,
+            "top_k": self._settings.bound,
             "min_p": 0.0 if self.min_p is None else self.min_p,
             "max_tokens": self.max_completion_length,
         }
         if self.repetition_penalty != 1.0:
             sampling["repetition_penalty"] = self.repetition_penalty
-        return {**sampling, **self.generation_kwargs}
+        sampling |= self.generation_kwargs | {"top_k": self._settings.bound}
+        if self.structured_outputs_regex is not None:
+            sampling["structured_outputs"] = {"regex": self.structured_outputs_regex}
+        return sampling
 
     def _refuse_mix(self, samples: Sequence[Sample]) -> None:
         versions = {sample.weights_version for sample in samples}

@@ -20,7 +20,7 @@ _CAPTURES = {
     "worker": "the engine's sampler, in its worker",
     "native": "the engine's sampling mask",
     "logprobs": "the engine's processed log-probs",
-    "sampled": "not recorded: nothing was truncated",
+    "sampled": "not recorded: no token was cut",
     "scores": "the processed scores of each step",
 }
 

@@ -34,7 +34,7 @@ def traces_card(found: TraceSurvey, repo_id: str) -> DatasetCard:
     text = f"""# Sampling traces
 
 {num:,} completions of {found.counts["completion tokens"]:,} tokens. Each token comes with its log-prob as the sampler
-reported it and its sampling support, the ids that survived truncation. Recorded by trl-support-replay {__version__}.
+reported it and its sampling support, the ids that it was drawn from. Recorded by trl-support-replay {__version__}.
 
 | | |
 |---|---|
@@ -53,8 +53,8 @@ from datasets import load_dataset
 traces = load_dataset({json.dumps(repo_id)}, split="train")
 ```
 
-They are a `train_dataset` of `trl_support_replay.SupportReplayGRPOTrainer` as they are, under the sampling settings
-above. `trl-support-replay inspect` and `trl-support-replay score` read them from a folder.
+They are a `train_dataset` of `trl_support_replay.SupportReplayGRPOTrainer` as they are, at the temperature above.
+`trl-support-replay inspect` and `trl-support-replay score` read them from a folder.
 
 ## Columns
 

@@ -118,7 +118,7 @@ def collect_samples(
                     f"{where} came back without supports, which {asked_by} asks for. Return them from rollout_func "
                     f"under {ROLLOUT_KEY!r} (for each completion, one list of ids a token, empty for observations), or "
                     "pass on unchanged the log-probs that the trainer's own generation returned for this batch; or "
-                    "switch truncation off (top_k=0, top_p=1, min_p=0)."
+                    "leave out the settings that cut tokens."
                 )
             _check_synthetic_eos(token_ids, unsupported, eos_token_ids, synthetic_eos, where)
             collected.num_synthetic += 1

@@ -13,16 +13,17 @@ from datasets import Dataset, IterableDataset
 
 from ..parallel.processes import alone
 from ..parallel.tensor_parallel import tensor_parallel_size
-from ..settings.contract import normalize_top_k
+from ..settings.contract import SamplingSettings
 from ..traces.columns import OWN_COLUMNS, Trace, TraceSchemaError, table_to_traces
 from ..traces.multimodal import check_no_placeholders
 from ..traces.reading import dataset_table
 from ..traces.rollout_keys import ROLLOUT_KEY, ROUTES_KEY
-from ..traces.sampling import SETTINGS, sampling_settings
+from ..traces.sampling import sampling_temperatures
 
 logger = logging.getLogger(__name__)
 
 GROUP_COLUMN = "trace_group"
+_ROUNDING = 1e-4  # nats by which the log-prob of an only candidate may differ from 0
 
 
 class OfflineTraces:
@@ -31,12 +32,12 @@ class OfflineTraces:
     Args:
         dataset: a traces dataset with at least `num_generations` completions of each prompt. Further columns reach the
             reward functions; a `reward` column can stand in for them.
-        args: the training configuration; its sampling settings must be those that the traces were sampled with.
+        args: the training configuration; its temperature must be the one that the traces were sampled with.
         config: of the model that is trained.
 
     Raises:
-        TraceSchemaError: a streamed dataset, too few completions of every prompt, other sampling settings, damaged
-            files, or traces of prompts with images.
+        TraceSchemaError: a streamed dataset, too few completions of every prompt, another temperature or several,
+            damaged files, or traces of prompts with images.
     """
 
     def __init__(self, dataset: Any, args: Any, config: Any):
@@ -48,10 +49,11 @@ class OfflineTraces:
             )
         table = dataset_table(dataset)
         traces = table_to_traces(table)
-        _check_sampling(table, args)
+        _check_temperature(table, args.temperature)
         check_no_placeholders(traces, config)
         for i, trace in enumerate(traces):
             trace.check(f"row {i}")
+        self._cut = _cut(traces)
         traces = _with_decoded_columns(traces, dataset)
         by_prompt: dict[bytes, list[Trace]] = {}
         for trace in traces:
@@ -104,8 +106,26 @@ class OfflineTraces:
         """Set the groups of the process's next batch, one entry a completion."""
         self._chosen = list(groups)
 
+    def check_settings(self, settings: SamplingSettings) -> None:
+        """Refuse settings with which the traces would not be scored over what they were drawn from.
+
+        Raises:
+            TraceSchemaError: the traces have supports and the settings cut no tokens, or the other way round.
+        """
+        if self._cut and not settings.truncates:
+            raise TraceSchemaError(
+                "The traces were drawn from recorded supports, and the configuration cuts no tokens, so they would be "
+                "scored over the whole vocabulary. Set top_k, top_p or min_p; recorded supports count, whatever the "
+                "value."
+            )
+        if settings.truncates and not self._cut:
+            raise TraceSchemaError(
+                f"The traces were drawn from the whole vocabulary, and the configuration has {settings}. Leave it out, "
+                "and set routed_experts_replay=True to replay their routes."
+            )
+
     @alone()
-    def rollout(self, prompts: list, trainer: Any) -> dict[str, Any]:
+    def __call__(self, prompts: list, trainer: Any) -> dict[str, Any]:
         """TRL's `rollout_func`: the saved completions of the chosen groups."""
         # Processes are given consecutive rows, and a group's rows are consecutive.
         start = trainer.accelerator.process_index // tensor_parallel_size(trainer.model) * len(prompts)
@@ -132,21 +152,38 @@ def _with_decoded_columns(traces: list[Trace], dataset: Dataset) -> list[Trace]:
     return [replace(trace, extra={name: columns[name][i] for name in names}) for i, trace in enumerate(traces)]
 
 
-def _check_sampling(table: pa.Table, args: Any) -> None:
-    asked = dict(
-        zip(
-            SETTINGS,
-            (float(args.temperature), float(args.top_p), float(normalize_top_k(args.top_k)), float(args.min_p or 0.0)),
-            strict=True,
+def _check_temperature(table: pa.Table, temperature: float) -> None:
+    """A recorded support says what was cut, whatever cut it; the temperature is not in it, and is one for a batch."""
+    found = sampling_temperatures(table, "The traces")
+    if found == {float(temperature)}:
+        return
+    drawn = ", ".join(f"temperature={value:g}" for value in sorted(found))
+    remedy = f"set {drawn}"
+    if len(found) > 1:
+        remedy = (
+            "take those of one temperature, dataset.filter(lambda row: row['sampling']['temperature'] == "
+            f"{min(found):g}), and set it"
         )
+    raise TraceSchemaError(
+        f"The traces were sampled with {drawn}, and the configuration has temperature={temperature:g}. Scoring them as "
+        f"they were drawn needs the same: {remedy}."
     )
-    for values in sampling_settings(table, "The traces"):
-        recorded = dict(zip(SETTINGS, values, strict=True))
-        recorded["top_k"] = float(normalize_top_k(int(recorded["top_k"])))
-        differ = [name for name in SETTINGS if recorded[name] != asked[name]]
-        if differ:
-            drawn, set_to = (", ".join(f"{name}={v[name]:g}" for name in differ) for v in (recorded, asked))
-            raise TraceSchemaError(
-                f"The traces were sampled with {drawn}, and the configuration has {set_to}. Scoring them as they were "
-                f"drawn needs the same settings: set {drawn}."
-            )
+
+
+def _cut(traces: Sequence[Trace]) -> bool:
+    """Whether log-probs run over supports, and not over the vocabulary; then a support is the sampled token alone.
+
+    Raises:
+        TraceSchemaError: for traces of both kinds.
+    """
+    over_vocabulary = [
+        i for i, t in enumerate(traces) if (t.sampling_logprobs[t.supports.sizes == 1] < -_ROUNDING).any()
+    ]
+    over_supports = [i for i, t in enumerate(traces) if (t.supports.sizes > 1).any()]
+    if over_vocabulary and over_supports:
+        raise TraceSchemaError(
+            f"Tokens of row {over_supports[0]} were drawn from recorded supports, and those of row "
+            f"{over_vocabulary[0]} from the whole vocabulary: its supports hold the sampled token alone, whose "
+            "log-prob is not 0. They are not trained on together; drop the rows of one kind."
+        )
+    return not over_vocabulary

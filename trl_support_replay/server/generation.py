@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -89,7 +90,7 @@ class Generator:
         if len(completions) != request.n:
             raise Refusal(422, "capture", f"The engine returned {len(completions)} samples of {request.n}.")
         try:
-            return [self._sample(request, completion, settings.top_k, version) for completion in completions]
+            return [self._sample(request, completion, settings.bound, version) for completion in completions]
         except SupportCaptureError as error:
             raise Refusal(422, "capture", str(error)) from error
 
@@ -117,11 +118,11 @@ class Generator:
             raise Refusal(503, "aborted", f"The engine ended the request early (finish reasons {reasons}).")
         return output
 
-    def _sample(self, request: GenerateRequest, completion: Any, top_k: int, version: str | None) -> Sample:
+    def _sample(self, request: GenerateRequest, completion: Any, bound: int, version: str | None) -> Sample:
         name = f"Request {request.request_id}, sample {completion.index}"
         trailing = bool(request.sampling.get("stop"))
-        capture = self._capture if request.support else _PLAIN
-        logprobs, rows, repaired = capture.read(completion, top_k, name, trailing)
+        capture = self._capture_of(request.sampling) if request.support else _PLAIN
+        logprobs, rows, repaired = capture.read(completion, bound, name, trailing)
         token_ids = np.asarray(completion.token_ids, dtype=np.int32)
         return Sample(
             token_ids=token_ids,
@@ -207,7 +208,7 @@ class Generator:
             # The check that follows this one names those that vLLM does not have.
             generation_kwargs={k: v for k, v in sampling.items() if k not in own and k in REQUEST},
             use_vllm=True,
-            support_capture=self._capture.name,
+            support_capture=self._capture_of(sampling).name,
         )
         try:
             settings = check_contract(args)
@@ -217,16 +218,16 @@ class Generator:
             raise Refusal(
                 400,
                 "not_truncated",
-                "Nothing truncates this request (top_k, top_p and min_p are off), so its support is the whole "
-                "vocabulary. Ask for it without support.",
+                "Nothing cuts tokens from this request (top_k, top_p and min_p are off, and there is no constraint), "
+                "so its support is the whole vocabulary. Ask for it without support.",
                 setting="support",
             )
         limit = self._max_top_k()
-        if settings.top_k > limit:
+        if settings.bound > limit:
             raise Refusal(
                 400,
                 "bound",
-                f"top_k={settings.top_k} is more than the {limit} that this server records. Start it with a larger "
+                f"top_k={settings.bound} is more than the {limit} that this server records. Start it with a larger "
                 "--max-logprobs and TRL_SUPPORT_REPLAY_MAX_TOP_K.",
                 setting="top_k",
             )
@@ -246,6 +247,11 @@ class Generator:
     def _has_routes(self) -> bool:
         return bool(getattr(self._config, "enable_return_routed_experts", False))
 
+    def _capture_of(self, sampling: Mapping[str, Any]) -> Capture:
+        # The engine's own mask names other tokens beside one that a thinking budget fixes.
+        fixes = sampling.get("thinking_token_budget") is not None
+        return Capture("logprobs") if fixes and self._capture.name == "native" else self._capture
+
     def _max_top_k(self) -> int:
         limit = self._config.max_logprobs
         bounded = self._capture.name == "logprobs" and limit >= 0
@@ -253,20 +259,22 @@ class Generator:
 
     def _sampling_params(self, request: GenerateRequest, settings: SamplingSettings) -> Any:
         from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
         kwargs: dict[str, Any] = dict(request.sampling)
-        if kwargs.get("top_k") is None:
-            kwargs["top_k"] = 0
+        if request.support or kwargs.get("top_k") is None:
+            kwargs["top_k"] = settings.bound
         kwargs = {name: value for name, value in kwargs.items() if value is not None}
         kwargs |= {"logprobs": 0, **self._capture.any_request_kwargs(kwargs["top_k"], self._config)}
         if request.support:
-            kwargs |= self._capture.request_kwargs(settings.top_k, self._config)
+            kwargs |= self._capture_of(request.sampling).request_kwargs(settings.bound, self._config)
         if request.routes_start:
             kwargs["routed_experts_prompt_start"] = request.routes_start
         # Stop strings are the only reason to turn tokens into text.
         kwargs["detokenize"] = bool(kwargs.get("stop"))
         try:
+            if "structured_outputs" in kwargs:
+                kwargs["structured_outputs"] = StructuredOutputsParams(**kwargs["structured_outputs"])
             return SamplingParams(n=request.n, output_kind=RequestOutputKind.FINAL_ONLY, **kwargs)
         except _request_errors() as error:
             raise Refusal(400, "invalid_setting", str(error)) from error
@@ -278,13 +286,14 @@ def _check_bound(name: str, value: Any, low: int, high: int) -> None:
 
 
 def _check_type(name: str, value: Any, kind: str, vocab_size: int) -> None:
-    """`kind` is one of "float", "int", "bool", "ids" and "strings"; `None` means "leave it at its default"."""
+    """`kind` is one of "float", "int", "bool", "ids", "strings" and "object"; `None` stands for the default."""
     ok = (
         value is None
         or {
             "float": lambda: isinstance(value, (int, float)) and not isinstance(value, bool),
             "int": lambda: isinstance(value, int) and not isinstance(value, bool) and _INT64.min <= value <= _INT64.max,
             "bool": lambda: isinstance(value, bool),
+            "object": lambda: isinstance(value, dict),
             "ids": lambda: isinstance(value, list) and all(type(x) is int and 0 <= x < vocab_size for x in value),
             "strings": lambda: isinstance(value, str) or isinstance(value, list) and all(type(x) is str for x in value),
         }[kind]()

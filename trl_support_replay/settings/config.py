@@ -309,9 +309,10 @@ def _mapping(name: str, text: str) -> dict[str, Any]:
 class SupportReplayGRPOConfig(ReplayConfig, GRPOConfig):
     """Configuration of [`SupportReplayGRPOTrainer`].
 
-    Everything in `trl.GRPOConfig` keeps its meaning. Replay is on as soon as the sampling truncates: `top_k > 0`,
-    `top_p < 1` or `min_p > 0`. With no truncation set, training is stock GRPO. Settings that change the distribution in
-    another way (constraints, penalties, search) are refused in both cases: scoring does not repeat them.
+    Everything in `trl.GRPOConfig` keeps its meaning. Replay is on as soon as a setting cuts tokens: by truncation
+    (`top_k > 0`, `top_p < 1`, `min_p > 0`) or by a constraint (structured outputs, allowed ids, ...). Without one,
+    training is stock GRPO. Settings that change the distribution in another way (penalties, search) are refused in both
+    cases: scoring does not repeat them.
 
     Raises:
         UnreplayableSettingError: at construction, for sampling settings that cannot be replayed exactly.

@@ -1,25 +1,28 @@
 """Which sampling settings can be replayed exactly.
 
 Replaying a support is exact when the engine drew each token from `softmax(logits / temperature)` restricted to the
-recorded set, and nothing else. With nothing truncated the trainer scores over the whole vocabulary, which is exact when
-the engine drew from all of it. Every setting that changes the distribution in another way is refused here, before a
-model is loaded. What each setting does is in `sampling_table`; this module knows where settings come from.
+recorded set, and nothing else. The set may come from truncation, from a constraint that removes tokens, or from a rule
+that fixes one. Where no token can be cut, the trainer scores over the whole vocabulary, which is exact when the engine
+drew from all of it. Every setting that changes the distribution in another way is refused here, before a model is
+loaded. What each setting does is in `sampling_table`; this module knows where settings come from.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
-from .sampling_table import Effect, Field, Refused, generate, trl, unknown, vllm
+from .sampling_table import Field, Refused, generate, trl, unknown, vllm
 
 # vLLM raises lower temperatures to this one, in each request.
 _VLLM_LEAST_TEMPERATURE = 0.01
 _LOGITS_PROCESSORS = "vllm.logits_processors"
 _CLEAR = "Clear it there, or in config.json where the model has no generation_config.json"
+_OWN_SETTINGS = ("top_k", "top_p", "min_p", "vllm_structured_outputs_regex")  # of those that cut tokens
+_SHOWN = 80  # characters of a value; a JSON schema has thousands
 _NO_DICTIONARY = Refused("it is not a dictionary", "Give names and values")
 
 
@@ -50,24 +53,41 @@ class SamplingSettings:
         top_p: nucleus mass in (0, 1]; 1.0 is off.
         top_k: number of candidates kept; 0 is off.
         min_p: least probability relative to the best token; 0.0 is off.
-        other: names of further truncating warpers of `transformers.generate` that are on (`typical_p`, ...).
+        other: further settings that are on and cut tokens (`typical_p`, `structured_outputs`, ...), with their values.
+        allowed: number of tokens that a constraint leaves at most, where it is known; 0 where it is not.
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
-    other: tuple[str, ...] = ()
+    other: Mapping[str, Any] = field(default_factory=dict)
+    allowed: int = 0
+
+    @property
+    def cutting(self) -> dict[str, Any]:
+        """The settings that cut tokens, with their values: by truncation, by a constraint, or by fixing a token."""
+        on = {"top_k": self.top_k > 0, "top_p": self.top_p < 1.0, "min_p": self.min_p > 0.0}
+        return {name: getattr(self, name) for name, is_on in on.items() if is_on} | dict(self.other)
 
     def __str__(self) -> str:
-        """The settings that truncate, as a user wrote them."""
-        on = {"top_k": self.top_k > 0, "top_p": self.top_p < 1.0, "min_p": self.min_p > 0.0}
-        return ", ".join([f"{name}={getattr(self, name)}" for name, is_on in on.items() if is_on] + list(self.other))
+        """The settings that cut tokens, as a user wrote them."""
+        return ", ".join(f"{name}={_shortened(value)}" for name, value in self.cutting.items())
 
     @property
     def truncates(self) -> bool:
         """Whether any token can be cut from the distribution, that is, whether there is something to replay."""
-        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0 or bool(self.other)
+        return bool(self.cutting)
+
+    @property
+    def bound(self) -> int:
+        """The `top_k` of a request: the given one, or the size of what is allowed, which it leaves whole; 0 is off."""
+        return self.top_k or self.allowed
+
+
+def _shortened(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
 
 def normalize_top_k(top_k: int | None) -> int:
@@ -116,7 +136,7 @@ def check_contract(args: Any, generation_config: Any | None = None) -> SamplingS
         generation_config: the model's own `GenerationConfig`, when it is known.
 
     Returns:
-        The normalised sampling settings. When they truncate nothing, there is nothing to replay.
+        The normalised sampling settings. When they cut no tokens, there is nothing to replay.
 
     Raises:
         UnreplayableSettingError: naming the first setting that breaks the contract, its value and the way out.
@@ -133,18 +153,23 @@ def find_refusals(
     """As `check_contract`, with every refusal in the place of an error. A value that is refused counts as off."""
     settings, refused = _settings(args, generation_config)
     refused += _check_sampling(args, settings)
-    replays = settings.truncates or getattr(args, "routed_experts_replay", False)
+    routes = getattr(args, "routed_experts_replay", False)
+    replays = settings.truncates or routes
     own = vars(args)
     tables = [trl.ALWAYS, trl.WITH_VLLM if args.use_vllm else trl.WITHOUT_VLLM]
     for table in tables:
-        refused += _judge({k: v for k, v in own.items() if k in table}, table, "{}", settings.truncates, replays)
+        given = {name: value for name, value in own.items() if name in table}
+        refused += judge(given, table, "{}", routes if table is trl.WITHOUT_VLLM else replays)
     kwargs = args.generation_kwargs if isinstance(args.generation_kwargs, Mapping) else {}
     table = vllm.REQUEST if args.use_vllm else generate.CONFIG
-    refused += _judge(kwargs, table, "generation_kwargs[{!r}]", settings.truncates, replays)
+    refused += judge(kwargs, table, "generation_kwargs[{!r}]", replays)
     if args.use_vllm:
         refused += _check_vllm(args, settings, replays)
-    elif generation_config is not None:
-        refused += _check_inherited(kwargs, generation_config, settings.truncates, replays)
+        return settings, refused
+    if generation_config is not None:
+        refused += _check_inherited(kwargs, generation_config, replays)
+    if getattr(args, "use_transformers_continuous_batching", False) or getattr(args, "use_transformers_paged", False):
+        refused += _check_continuous_batching(args, settings)
     return settings, refused
 
 
@@ -173,21 +198,27 @@ def _settings(args: Any, generation_config: Any | None) -> tuple[SamplingSetting
     for error in _check_numbers(given):
         refused.append(error)
         given[error.setting] = 1.0 if error.setting == "temperature" else None
-    other: list[str] = []
-    if not args.use_vllm:
-        for name, field in generate.CONFIG.items():
-            if field.effect is Effect.TRUNCATES and name not in given:
-                value = kwargs.get(name)
-                if not field.is_off(getattr(generation_config, name, None) if value is None else value):
-                    other.append(name)
-        if given["min_p"] is None:
-            given["min_p"] = getattr(generation_config, "min_p", None)
+    other: dict[str, Any] = {}
+    for name, setting in (vllm.REQUEST if args.use_vllm else generate.CONFIG).items():
+        value = kwargs.get(name)
+        if value is None and not args.use_vllm:
+            value = getattr(generation_config, name, None)
+        if name not in given and setting.narrows(value):
+            other[name] = value
+    if args.use_vllm:
+        regex = getattr(args, "vllm_structured_outputs_regex", None)
+        if regex is not None:
+            other.pop("structured_outputs", None)  # TRL puts the regex in its place
+            other["vllm_structured_outputs_regex"] = regex
+    elif given["min_p"] is None:
+        given["min_p"] = getattr(generation_config, "min_p", None)
     settings = SamplingSettings(
         temperature=float(given["temperature"]),
         top_p=1.0 if given["top_p"] is None else float(given["top_p"]),
         top_k=normalize_top_k(given["top_k"]),
         min_p=float(given["min_p"] or 0.0),
-        other=tuple(other),
+        other=other,
+        allowed=vllm.most_allowed(other) if args.use_vllm else 0,
     )
     return settings, refused
 
@@ -255,11 +286,18 @@ def _check_vllm(args: Any, settings: SamplingSettings, replays: bool) -> Iterato
             "Give these settings to the server as flags",
         )
         return
-    yield from _judge(engine_kwargs, vllm.ENGINE, "vllm_engine_kwargs[{!r}]", settings.truncates, replays)
+    if in_server and settings.other.get("logit_bias"):
+        yield UnreplayableSettingError(
+            "generation_kwargs['logit_bias']",
+            settings.other["logit_bias"],
+            "a bias of -inf does not travel to a server",
+            "Use bad_words or allowed_token_ids instead, or vllm_mode='colocate'",
+        )
+    yield from judge(engine_kwargs, vllm.ENGINE, "vllm_engine_kwargs[{!r}]", replays)
     max_logprobs = engine_kwargs.get("max_logprobs")
     if not isinstance(max_logprobs, int | None):
-        reason, remedy = "it is not a value of this setting", "Leave it out (it is set for you)"
-        yield UnreplayableSettingError("vllm_engine_kwargs['max_logprobs']", max_logprobs, reason, remedy)
+        refused = "it is not a value of this setting", "Leave it out (it is set for you)"
+        yield UnreplayableSettingError("vllm_engine_kwargs['max_logprobs']", max_logprobs, *refused)
         max_logprobs = None
     if getattr(args, "support_capture", "auto") == "logprobs":
         yield from beyond_logprobs(settings, max_logprobs, "support_capture='logprobs'")
@@ -272,27 +310,39 @@ def beyond_logprobs(
 ) -> Iterator[UnreplayableSettingError]:
     """A refusal of each setting under which log-probs of the best candidates do not hold a whole support.
 
-    Args:
-        settings: what is sampled with.
-        max_logprobs: what the engine's is set to; `None` when the capture sets it.
-        why: why supports are read from log-probs.
+    Args: `max_logprobs` of the engine, `None` when the capture sets it; `why` supports are read from log-probs.
     """
-    if settings.truncates and settings.top_k == 0:
-        name = "top_p" if settings.top_p < 1 else "min_p"
+    if settings.truncates and settings.bound == 0:
+        name, value = next(iter(settings.cutting.items()))
         yield UnreplayableSettingError(
-            name,
-            getattr(settings, name),
+            _spelled(name),
+            value,
             f"without top_k nothing bounds the support, and it is read from a bounded number of log-probs ({why})",
             "Set top_k as well (for example top_k=100, which cuts little that top_p or min_p would keep), or sample "
             "with what records supports of any size: vLLM 0.28 or newer with support_capture='auto', or use_vllm=False",
         )
-    if max_logprobs is not None and 0 <= max_logprobs < settings.top_k:
+    if max_logprobs is not None and 0 <= max_logprobs < settings.bound:
         yield UnreplayableSettingError(
             "vllm_engine_kwargs['max_logprobs']",
             max_logprobs,
-            f"it is smaller than top_k={settings.top_k}, so the engine could not report a whole support ({why})",
-            "Leave it out (it is set for you) or make it larger than top_k",
+            f"a support may have {settings.bound} members, so the engine could not report a whole one ({why})",
+            "Leave it out (it is set for you) or make it larger than that",
         )
+
+
+def _check_continuous_batching(args: Any, settings: SamplingSettings) -> Iterator[UnreplayableSettingError]:
+    for name, value in settings.cutting.items():
+        if name not in generate.IN_CONTINUOUS_BATCHING:
+            yield UnreplayableSettingError(
+                _spelled(name),
+                value,
+                "continuous batching drops it, or shows it only the latest token",
+                "Leave it out, or set use_transformers_continuous_batching=False",
+            )
+
+
+def _spelled(name: str) -> str:
+    return name if name in _OWN_SETTINGS else f"generation_kwargs[{name!r}]"
 
 
 def installed_logits_processors() -> Iterator[UnreplayableSettingError]:
@@ -308,7 +358,7 @@ def installed_logits_processors() -> Iterator[UnreplayableSettingError]:
 
 
 def _check_inherited(
-    kwargs: Mapping[str, Any], generation_config: Any, truncates: bool, replays: bool
+    kwargs: Mapping[str, Any], generation_config: Any, replays: bool
 ) -> Iterator[UnreplayableSettingError]:
     """`generate` falls back to the model's own defaults for whatever TRL leaves unset."""
     set_by_trl = {"do_sample", "repetition_penalty"} | {name for name, value in kwargs.items() if value is not None}
@@ -316,21 +366,21 @@ def _check_inherited(
     read = [name for name in vars(type(generation_config)()) if name not in set_by_trl]
     inherited = {name: getattr(generation_config, name, None) for name in read}
     spelling = "the model's generation_config.{}"
-    for error in _judge(inherited, generate.CONFIG, spelling, truncates, replays):
+    for error in judge(inherited, generate.CONFIG, spelling, replays):
         yield UnreplayableSettingError(error.setting, error.value, error.reason, _CLEAR)
 
 
-def _judge(
-    given: Mapping[str, Any], table: Mapping[str, Field], spelling: str, truncates: bool, replays: bool
+def judge(
+    given: Mapping[str, Any], table: Mapping[str, Field], spelling: str, replays: bool = True
 ) -> Iterator[UnreplayableSettingError]:
     """A refusal of each setting that a table refuses or does not have."""
     for name, value in given.items():
-        field = table.get(name)
+        setting = table.get(name)
         refused: Refused | None
-        if field is None:
+        if setting is None:
             refused = None if value is None else unknown(name, table)
         else:
-            refused = field.refused(value, truncates, replays)
+            refused = setting.refused(value, replays)
         if refused is not None:
             yield UnreplayableSettingError(spelling.format(name), value, *refused)
 

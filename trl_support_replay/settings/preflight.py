@@ -67,16 +67,16 @@ def check_traces(args: Any, trains_on_traces: bool) -> None:
     Raises:
         TraceSchemaError: naming what to set.
     """
-    remedy = "Set top_k, top_p or min_p as in sampling, or routed_experts_replay=True"
     if trains_on_traces:
         raise TraceSchemaError(
-            "The traces were sampled without truncation, and routed_experts_replay=False: nothing of them would be "
-            f"replayed. {remedy}."
+            "The traces were drawn from the whole vocabulary, and routed_experts_replay=False: nothing of them would "
+            "be replayed. Set routed_experts_replay=True."
         )
     if args.save_traces:
         raise TraceSchemaError(
-            f"save_traces={args.save_traces!r} keeps what is replayed, and nothing is: the sampling does not "
-            f"truncate, and routed_experts_replay=False. {remedy}, or leave save_traces out."
+            f"save_traces={args.save_traces!r} keeps what is replayed, and nothing is: no setting cuts tokens, and "
+            "routed_experts_replay=False. Set top_k, top_p or min_p, or routed_experts_replay=True, or leave "
+            "save_traces out."
         )
 
 

@@ -55,24 +55,6 @@ def sampling_temperatures(table: pa.Table, where: str) -> set[float]:
     return {_temperature(row, f"{where}, row {i}") for i, row in enumerate(rows)}
 
 
-def sampling_settings(table: pa.Table, where: str) -> set[tuple[float, ...]]:
-    """The distinct values of `SETTINGS` that the rows of a table were sampled with; null is off.
-
-    Raises:
-        TraceSchemaError: as `sampling_temperatures`; a field that is missing, or a value that is no number.
-    """
-    found = set()
-    for i, row in enumerate(sampling_rows(table, where, SETTINGS)):
-        values = [_temperature(row, f"{where}, row {i}")]
-        for name, off in OFF.items():
-            value = off if row is None or row[name] is None else row[name]
-            if not isinstance(value, int | float) or not math.isfinite(value):
-                raise TraceSchemaError(f"{where}, row {i}: sampling.{name} is {value!r}, not a number.")
-            values.append(float(value))
-        found.add(tuple(values))
-    return found
-
-
 def _temperature(row: dict[str, Any] | None, where: str) -> float:
     value = row and row["temperature"]
     if not isinstance(value, int | float) or not 0 < value < math.inf:

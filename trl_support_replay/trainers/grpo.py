@@ -37,8 +37,9 @@ check_seam(GRPOTrainer, SHARED_SEAM | {"_generate_single_turn": _TURN})
 class SupportReplayGRPOTrainer(ReplayTrainer, GRPOTrainer):
     """GRPO whose log-probs are taken over the sampling support of each token.
 
-    A drop-in for `trl.GRPOTrainer`: the same arguments, with `args` a `SupportReplayGRPOConfig`. Replay is on when the
-    sampling truncates (`top_k`, `top_p`, `min_p`); otherwise this is stock GRPO. Evaluation is always stock.
+    A drop-in for `trl.GRPOTrainer`: the same arguments, with `args` a `SupportReplayGRPOConfig`. Replay is on when a
+    setting cuts tokens (`top_k`, `top_p`, `min_p`, a constraint); otherwise this is stock GRPO. Evaluation is always
+    stock.
 
     Metrics beside TRL's own, in training: `support/size_mean`, `support/size_max`, `support/singleton_fraction`,
     `support/repaired`, `support/entropy`, `support/log_mass` (when full-vocabulary scores are computed anyway),
@@ -75,7 +76,7 @@ class SupportReplayGRPOTrainer(ReplayTrainer, GRPOTrainer):
                 self._offline = OfflineTraces(train_dataset, args, own_config(model, args))
             self._sampled_elsewhere = True
             train_dataset = self._offline.prompts()
-            kwargs["rollout_func"] = self._offline.rollout
+            kwargs["rollout_func"] = self._offline
             if reward_funcs is None:
                 reward_funcs = self._offline.reward_func()
                 if kwargs.get("eval_dataset") is not None:

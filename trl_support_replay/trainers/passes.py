@@ -150,5 +150,5 @@ class ScoringPass:
         if self.role == "loss" and self.samples is not None and self.logprobs is None:
             raise UnscoredBatchError(
                 f"{trainer} computed its loss without scoring the batch over its recorded supports. Take log-probs "
-                "from self._get_per_token_logps_and_entropies, or switch truncation off (top_k=0, top_p=1, min_p=0)."
+                "from self._get_per_token_logps_and_entropies, or leave out the settings that cut tokens."
             )

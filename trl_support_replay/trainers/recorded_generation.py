@@ -13,6 +13,7 @@ from ..batch.layout import SampleBatch
 from ..checks.completion_columns import completion_columns, empty_columns
 from ..checks.replay_metrics import support_metrics
 from ..checks.support_growth import SupportGrowth
+from ..engines.continuous_batching import BatchRecorder, recording_batches
 from ..engines.transformers_generate import ScoresRecorder, recording
 from ..parallel.processes import agreeing, agreeing_around, alone
 from ..parallel.tensor_parallel import SampleGroups
@@ -43,7 +44,17 @@ class RecordedGeneration(_TRLTrainer):
     eos_token_ids: list[int]
 
     def _record_transformers(self, prompt_ids: list, generate: Any) -> tuple[list, list[list[TracedLogprob]]]:
-        """Completions of `generate`, which calls the model's own, and their log-probs, which know their rows."""
+        """Completions of `generate`, and their log-probs, which know their rows.
+
+        Args:
+            prompt_ids: the prompts.
+            generate: calls the model's own `generate`, or its `generate_batch`, and returns the completions.
+        """
+        if self.args.use_transformers_continuous_batching:
+            batches = BatchRecorder()
+            with recording_batches(self._base_model(), batches, self.continuous_batching_config):
+                completion_ids = generate()
+            return completion_ids, self._read_scores(prompt_ids, completion_ids, batches, None)
         scores = ScoresRecorder(truncates=self.replays_support)
 
         def cut_there_too(stop_ids: list[int]) -> None:
@@ -58,7 +69,7 @@ class RecordedGeneration(_TRLTrainer):
 
     @alone()
     def _read_scores(
-        self, prompt_ids: list, completion_ids: list, scores: ScoresRecorder, routing: Any
+        self, prompt_ids: list, completion_ids: list, scores: Any, routing: Any
     ) -> list[list[TracedLogprob]]:
         recorder = self._recorder
         assert recorder is not None

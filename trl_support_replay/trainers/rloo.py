@@ -25,8 +25,9 @@ check_seam(RLOOTrainer, SHARED_SEAM | {"_generate_single_turn": ("prompt_ids", "
 class SupportReplayRLOOTrainer(ReplayTrainer, RLOOTrainer):
     """RLOO whose log-probs are taken over the sampling support of each token.
 
-    A drop-in for `trl.RLOOTrainer`: the same arguments, with `args` a `SupportReplayRLOOConfig`. Replay is on when the
-    sampling truncates (`top_k`, `top_p`, `min_p`); otherwise this is stock RLOO. Evaluation is always stock.
+    A drop-in for `trl.RLOOTrainer`: the same arguments, with `args` a `SupportReplayRLOOConfig`. Replay is on when a
+    setting cuts tokens (`top_k`, `top_p`, `min_p`, a constraint); otherwise this is stock RLOO. Evaluation is always
+    stock.
 
     RLOO has no correction for the difference between engine and trainer, and its ratio is that of a whole sequence: one
     token that leaves its support moves it as a whole. Its KL penalty is part of the reward, and compares what

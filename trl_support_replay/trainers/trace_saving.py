@@ -103,16 +103,12 @@ class TraceSaver(TrainerCallback):
         for trace, row, reward in zip(traces, self._columns.encoded(inputs), rewards, strict=True):
             rows.append(replace(trace, extra=row | {"reward": float(reward), "step": step}))
         settings = trainer.sampling_settings
+        # Of saved traces only the temperature is known to be that of the configuration.
+        cutting = {} if trainer._sampled_elsewhere else {n: getattr(settings, n) for n in ("top_p", "top_k", "min_p")}
         table = traces_to_table(
             rows,
             model=trainer.model.name_or_path,
-            sampling={
-                "temperature": settings.temperature,
-                "top_p": settings.top_p,
-                "top_k": settings.top_k,
-                "min_p": settings.min_p,
-                "seed": trainer.args.seed,
-            },
+            sampling={"temperature": settings.temperature, **cutting, "seed": trainer.args.seed},
             engine=engine_used(trainer),
             types=self._columns.types,
             metadata=self._columns.metadata,

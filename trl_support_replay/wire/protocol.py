@@ -50,6 +50,8 @@ PLAIN_FIELDS = {
     "frequency_penalty": "float",
     "bad_words": "strings",
     "allowed_token_ids": "ids",
+    "structured_outputs": "object",
+    "thinking_token_budget": "int",
 }
 # What a request that records supports may set: nothing by which the distribution would not be
 # `softmax(logits / temperature)` over a support.

@@ -47,6 +47,12 @@ class Options:
     top_p: float = option("1 is off", 1.0, mass)
     top_k: int = option("0 is off; older vLLM needs one", 0, int)
     min_p: float = option("0 is off", 0.0, below_one)
+    generation_kwargs: dict[str, Any] = option(
+        'JSON with further engine settings, for example \'{"structured_outputs": {"regex": "[a-z]+"}}\' (vLLM) or '
+        "'{\"suppress_tokens\": [5]}' (transformers)",
+        {},
+        json_object,
+    )
     batch_size: int = option("prompts per shard", 8, positive)
     limit: int | None = option("only the first so many prompts", None, positive)
     seed: int = option("the same seed gives the same traces", 0, int)
@@ -60,6 +66,8 @@ def main(argv: Sequence[str]) -> int:
     if (args.engine in ("vllm-server", "sglang")) != bool(args.server_url):
         shown = " ".join(map(without_credentials, args.server_url))
         raise CommandError(f"--engine {args.engine} and --server_url {shown or '(none)'} do not fit.")
+    if args.engine == "sglang" and args.generation_kwargs:
+        raise CommandError("--generation_kwargs reaches transformers and vLLM. Leave it out with --engine sglang.")
     for name in ("model", "dtype"):
         if name in args.engine_kwargs:
             raise CommandError(f"--engine_kwargs holds {name}={args.engine_kwargs[name]!r}. Give it as --{name}.")
@@ -170,7 +178,7 @@ def _settings(args: Options) -> Any:
             top_k=args.top_k,
             min_p=args.min_p,
             repetition_penalty=1.0,
-            generation_kwargs=None,
+            generation_kwargs=args.generation_kwargs,
             use_vllm=args.engine.startswith("vllm"),
             vllm_mode="server" if args.server_url else "colocate",
             vllm_engine_kwargs=args.engine_kwargs if args.engine == "vllm" else None,
@@ -178,7 +186,7 @@ def _settings(args: Options) -> Any:
         inherited,
     )
     if not settings.truncates:
-        raise CommandError("Nothing is truncated, so there are no supports to record. Set --top_k, --top_p or --min_p.")
+        raise CommandError("Nothing cuts tokens, so there are no supports to record. Set --top_k, --top_p or --min_p.")
     return settings
 
 
@@ -272,7 +280,7 @@ def _prompt_ids(args: Options, rows: Sequence[Mapping[str, Any]]) -> list[list[i
 def _generator(args: Options, settings: Any) -> Any:
     from ...engines.generators import CaptureRequest, TransformersGenerator, VLLMGenerator
 
-    request = CaptureRequest(settings, args.num_generations, args.max_tokens, args.seed)
+    request = CaptureRequest(settings, args.num_generations, args.max_tokens, args.seed, args.generation_kwargs)
     if args.engine in ("vllm-server", "sglang"):
         from ...engines.server_generators import ServerGenerator
 

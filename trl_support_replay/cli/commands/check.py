@@ -67,8 +67,8 @@ def _summary(verdict: Any, unread: Any) -> str:
     if verdict.sampling.truncates:
         return f"{known}{verdict.sampling} would be replayed."
     if verdict.refused:
-        return f"{known}nothing is truncated, but training stops at the refused settings: they make its scores wrong."
-    return f"{known}nothing is truncated, so there is nothing to replay; training would be stock {verdict.algorithm}."
+        return f"{known}no token is cut, but training stops at the refused settings: they make its scores wrong."
+    return f"{known}no token is cut, so there is nothing to replay; training would be stock {verdict.algorithm}."
 
 
 def _masses(asked: Sequence[float], top_p: float) -> Sequence[float]:

@@ -148,7 +148,7 @@ def _what_is_replayed(trainer: Any) -> str:
     replayed = [f"the supports of {trainer.sampling_settings}"] if trainer.replays_support else []
     replayed += ["routed experts"] if trainer.replays_routes else []
     if not replayed:
-        return "Nothing is truncated (top_k, top_p, min_p), so there is nothing to replay: this is stock GRPO."
+        return "No setting cuts tokens (top_k, top_p, min_p, a constraint), so nothing is replayed: this is stock GRPO."
     return f"Replaying {' and '.join(replayed)}."
 
 

@@ -120,7 +120,7 @@ def make_plan(argv: Sequence[str], accelerate_options: Sequence[str]) -> Plan:
         generation=training.generation_batch_size // launch.replicas,
         prompt=longest - completion if longest and longest > completion else _PROMPT,
         completion=completion,
-        support=settings.top_k or UNBOUNDED_SUPPORT,
+        support=settings.bound or UNBOUNDED_SUPPORT,
     )
     here = torch.cuda.get_device_properties(0).total_memory / GIB if torch.cuda.is_available() else None
     device_memory = None if training.use_cpu else script.device_memory or here
@@ -142,7 +142,7 @@ def make_plan(argv: Sequence[str], accelerate_options: Sequence[str]) -> Plan:
         ("processes", f"{launch.processes}, {launch.method}"),
         ("precision", f"loaded in {dtype}, {compute}-byte products, {training.optim.value}"),
         ("batch", _batch_line(training, launch)),
-        ("sampling", f"temperature={settings.temperature:g}, {str(settings) or 'nothing truncated'}"),
+        ("sampling", f"temperature={settings.temperature:g}, {str(settings) or 'no token is cut'}"),
         ("engine", _engine_line(training)),
         ("replay", _replay_line(training, settings)),
         ("check", f"replay_check={training.replay_check!r}, synthetic_eos={training.synthetic_eos!r}"),
@@ -211,18 +211,18 @@ def _engine_line(training: Any) -> str:
 def _replay_line(training: Any, settings: SamplingSettings) -> str:
     parts = []
     if settings.truncates:
-        bound = f"at most {settings.top_k} candidates per token" if settings.top_k else "supports of any size"
+        bound = f"at most {settings.bound} candidates per token" if settings.bound else "supports of any size"
         parts.append(f"sampling supports ({bound})")
     if training.routed_experts_replay:
         parts.append("routed experts")
-    return " and ".join(parts) or "off: nothing is truncated, so this is stock GRPO"
+    return " and ".join(parts) or "off: no token is cut, so this is stock GRPO"
 
 
 def _warnings(
     plan: Plan, training: Any, settings: SamplingSettings, batch: Batch, launch: Launch, adapter: bool
 ) -> Iterator[str]:
     if not settings.truncates and not training.routed_experts_replay:
-        yield "Nothing is replayed. Set top_k, top_p or min_p to sample from a support and score over it."
+        yield "Nothing is replayed: no setting cuts tokens (top_k, top_p, min_p, a constraint)."
     if plan.device_memory is not None and plan.device_bytes > 0.9 * plan.device_memory * GIB:
         yield (
             f"{plan.device_bytes / GIB:.1f} GiB are needed, and nine tenths of a device's {plan.device_memory:g} GiB "

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection
+import math
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
@@ -14,20 +15,17 @@ class Effect(Enum):
 
     NONE = "no effect on the distribution"
     SCALES = "is the temperature, which the trainer scores with"
-    TRUNCATES = "cuts the distribution; the support is recorded and replayed"
+    TRUNCATES = "cuts unlikely tokens"
     REMOVES = "removes tokens by a rule"
-    SHIFTS = "shifts logits by a function of the tokens so far"
-    FIXES = "fixes a token"
+    FIXES = "fixes a token, whose support is then itself alone"
+    SHIFTS = "shifts logits by a known function"
     REPORTS = "no effect on the distribution, but on what the engine reports"
     UNREPLAYABLE = "cannot be replayed"
 
 
-# Why the values of a class are refused, where a field gives no reason of its own.
-_REASONS = {
-    Effect.REMOVES: "it removes tokens by a rule, and the trainer does not score over what is left",
-    Effect.SHIFTS: "it shifts logits in a way that the trainer does not repeat",
-    Effect.FIXES: "it fixes tokens, and the trainer scores them as if they were drawn",
-}
+# What these leave is what the engine reports as the support of a token.
+_NARROWING = (Effect.TRUNCATES, Effect.REMOVES, Effect.FIXES)
+_SHIFTS = "it shifts logits, and scoring does not repeat that yet"
 
 
 class Refused(NamedTuple):
@@ -45,43 +43,42 @@ class Field:
         effect: its class.
         off: values at which it does nothing.
         reason: why other values are refused; empty for the reason of the class.
-        recorded: whether its effect is in the recorded support, for `Effect.REMOVES`. Such a setting is exact as soon
-            as supports are recorded, that is, when something truncates as well.
+        removes: for a bias, which of its values only remove tokens.
     """
 
     effect: Effect
     off: tuple[Any, ...] = (None,)
     reason: str = ""
-    recorded: bool = False
+    removes: Callable[[Any], bool] | None = None
 
     def is_off(self, value: Any) -> bool:
         """Whether `value` leaves everything as it is without this setting."""
         value = getattr(value, "value", value)  # an enumeration in some versions, its value in others
         return any(value is off or (off is not None and value == off) for off in self.off)
 
+    def narrows(self, value: Any) -> bool:
+        """Whether `value` leaves a support that has to be recorded and replayed."""
+        if self.is_off(value):
+            return False
+        return self.effect in _NARROWING or (self.removes is not None and self.removes(value))
+
     @property
     def replayed(self) -> bool:
-        """Whether any value is replayed exactly when supports are recorded."""
-        return self.effect in (Effect.NONE, Effect.SCALES, Effect.TRUNCATES) or self.recorded
+        """Whether any value is replayed exactly."""
+        return self.effect in (Effect.NONE, Effect.SCALES, *_NARROWING)
 
-    def refused(self, value: Any, truncates: bool = True, replays: bool = True) -> Refused | None:
+    def refused(self, value: Any, replays: bool = True) -> Refused | None:
         """Why `value` is refused; `None` when it is not.
 
         Args:
             value: of the setting.
-            truncates: whether supports are recorded.
             replays: whether anything is recorded, supports or routed experts.
         """
-        if self.is_off(value) or (self.replayed and (truncates or not self.recorded)):
+        if self.is_off(value) or self.replayed or self.narrows(value):
             return None
         if self.effect is Effect.REPORTS and not replays:
             return None
-        if self.recorded:
-            return Refused(
-                "it removes tokens, and with nothing truncated the trainer scores over the whole vocabulary",
-                "Leave it out, or set top_k, top_p or min_p as well, so that supports are recorded",
-            )
-        return Refused(self.reason or _REASONS[self.effect], "Leave it out")
+        return Refused(self.reason or _SHIFTS, "Leave it out")
 
 
 def unknown(name: str, known: Collection[str]) -> Refused:
@@ -102,12 +99,27 @@ def truncates(*off: Any) -> Field:
     return Field(Effect.TRUNCATES, (None, *off))
 
 
-def removes(*off: Any, recorded: bool = False) -> Field:
-    return Field(Effect.REMOVES, (None, *off), recorded=recorded)
+def removes(*off: Any) -> Field:
+    return Field(Effect.REMOVES, (None, *off))
 
 
 def shifts(*off: Any) -> Field:
     return Field(Effect.SHIFTS, (None, *off))
+
+
+def biases() -> Field:
+    """A mapping, or a list of pairs, whose values are added to logits: one of -inf only removes the token."""
+    return Field(
+        Effect.SHIFTS, (None, {}, []), f"{_SHIFTS}; a bias of -inf only removes the token", _all_minus_infinity
+    )
+
+
+def _all_minus_infinity(biases: Any) -> bool:
+    try:
+        values = biases.values() if isinstance(biases, Mapping) else [bias for _, bias in biases]
+    except (TypeError, ValueError):
+        return False
+    return all(bias == -math.inf for bias in values)
 
 
 def fixes(*off: Any) -> Field:

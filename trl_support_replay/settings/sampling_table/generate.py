@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from .effects import Effect, Field, fixes, harmless, removes, shifts, truncates, unreplayable
+from .effects import Effect, Field, biases, fixes, harmless, removes, shifts, truncates, unreplayable
 
 _SEARCH = "the completion is found by a search, not drawn token by token"
 _DRAFTS = "it is not established that accepted draft tokens are drawn from the recorded support"
+
+# Settings that continuous batching applies as `generate` does. It drops some others, and shows those that look at the
+# tokens so far only the latest one.
+IN_CONTINUOUS_BATCHING = (
+    "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h", "suppress_tokens",
+)  # fmt: skip
 
 CONFIG: dict[str, Field] = {
     "temperature": Field(Effect.SCALES),
@@ -16,8 +22,8 @@ CONFIG: dict[str, Field] = {
     "epsilon_cutoff": truncates(0.0),
     "eta_cutoff": truncates(0.0),
     "top_h": truncates(),
-    "min_length": removes(0, recorded=True),
-    "min_new_tokens": removes(0, recorded=True),
+    "min_length": removes(0),
+    "min_new_tokens": removes(0),
     "bad_words_ids": removes([]),
     "suppress_tokens": removes([]),
     "begin_suppress_tokens": removes([]),
@@ -30,7 +36,7 @@ CONFIG: dict[str, Field] = {
     "repetition_penalty": shifts(1.0),
     "encoder_repetition_penalty": shifts(1.0),
     "exponential_decay_length_penalty": shifts(),
-    "sequence_bias": shifts({}),
+    "sequence_bias": biases(),
     "guidance_scale": unreplayable("its logits take a second forward, which the trainer does not repeat", 1, 1.0),
     "watermarking_config": unreplayable("a watermark moves logits by a key that the trainer does not have"),
     "logits_processor": unreplayable("code that is not transformers' takes part in drawing tokens", []),

@@ -33,8 +33,9 @@ ALWAYS: dict[str, Field] = {
 
 WITH_VLLM: dict[str, Field] = {"vllm_structured_outputs_regex": removes()}
 
-_PROCESSED = "continuous batching does not give the processed scores of each step"
+# What the recorded supports need, continuous batching has. It is refused while routes are recorded.
+_ROUTES = "continuous batching does not tell which tokens its routers see, which routed_experts_replay=True needs"
 WITHOUT_VLLM: dict[str, Field] = {
-    "use_transformers_continuous_batching": reports(_PROCESSED, False, None),
-    "use_transformers_paged": reports(_PROCESSED, False, None),
+    "use_transformers_continuous_batching": reports(_ROUTES, False, None),
+    "use_transformers_paged": reports(_ROUTES, False, None),
 }

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from .effects import Effect, Field, fixes, harmless, removes, reports, shifts, truncates, unreplayable
+from collections.abc import Mapping
+from typing import Any
+
+from .effects import Effect, Field, biases, fixes, harmless, removes, reports, shifts, truncates, unreplayable
 
 _OWNED = "the capture sets it"
 _SEARCH = "the completion is found by a search, not drawn token by token"
@@ -15,15 +18,14 @@ REQUEST: dict[str, Field] = {
     "top_p": truncates(1.0),
     "top_k": truncates(0, -1),
     "min_p": truncates(0.0),
-    "min_tokens": removes(0, recorded=True),
+    "min_tokens": removes(0),
     "bad_words": removes([]),
     "allowed_token_ids": removes([]),
     "structured_outputs": removes(),
-    "guided_decoding": removes(),
     "repetition_penalty": shifts(1.0),
     "presence_penalty": shifts(0.0),
     "frequency_penalty": shifts(0.0),
-    "logit_bias": shifts({}),
+    "logit_bias": biases(),
     "thinking_token_budget": fixes(),
     "trace_decode_token_ids": unreplayable("its tokens are given beforehand, not drawn"),
     "logits_processors": unreplayable(_CODE, []),
@@ -50,6 +52,26 @@ REQUEST: dict[str, Field] = {
         skip_reading_prefix_cache repetition_detection watermarking
     """),
 }
+
+
+def most_allowed(cutting: Mapping[str, Any]) -> int:
+    """Number of tokens that a request's constraints leave at most for any position, where they tell; else 0.
+
+    Of a choice, what is allowed next are the tokens that the rest of a choice begins with, and the ends. A number that
+    is too small is no fault: it is sent as the request's `top_k`.
+
+    Args:
+        cutting: settings of a request that cut tokens, with their values.
+    """
+    ids = cutting.get("allowed_token_ids")
+    structured = cutting.get("structured_outputs")
+    choice = structured.get("choice") if isinstance(structured, Mapping) else getattr(structured, "choice", None)
+    sizes = [len(set(ids))] if ids else []
+    if choice:
+        # Some vocabularies have two tokens for a byte.
+        sizes.append(2 * sum(len(str(text).encode()) for text in choice) + 16)
+    return min(sizes, default=0)
+
 
 # What makes the engine's logits differ from the policy's (data types, quantization, overrides of the model, kernels) is
 # not for this table: `replay_check` compares the log-probs of both.
