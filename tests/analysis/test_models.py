@@ -6,7 +6,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.trainers.conftest import tiny_model_path  # noqa: F401
 from trl_support_replay.analysis.models import load_model
 from trl_support_replay.traces.record import fingerprint
 

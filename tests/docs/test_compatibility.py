@@ -17,8 +17,8 @@ XML = """<testsuites><testsuite>
 <testcase classname="tests.trainers.test_replay" name="test_vllm_y"><properties>
 <property name="gap, vLLM, structured_outputs, a regex" value="3e-06"/><property name="other" value="1"/>
 </properties></testcase>
-<testcase classname="tests.distributed.test_trainer" name="test_ddp[a]"><skipped/></testcase>
-<testcase classname="tests.distributed.test_trainer" name="test_zero3[a]"><error/></testcase>
+<testcase classname="tests.trainers.test_sharding" name="test_ddp[a]"><skipped/></testcase>
+<testcase classname="tests.trainers.test_sharding" name="test_zero3[a]"><error/></testcase>
 </testsuite></testsuites>"""
 ENVIRONMENT = EnvironmentReport(
     "0.1.0",

@@ -147,16 +147,15 @@ REMOVING = [
 
 @pytest.mark.parametrize(("use_vllm", "kwargs"), REMOVING)
 def test_what_removes_or_fixes_tokens_is_replayed(tmp_path, use_vllm, kwargs):
-    """With truncation or alone; alone it has to be bounded in vLLM, whose log-probs are of so many candidates."""
+    """With truncation or alone; alone it has to be bounded where supports are read from so many log-probs."""
     settings = {"use_vllm": use_vllm, "generation_kwargs": kwargs}
     name = next(iter(kwargs))
     assert name in check_contract(config(tmp_path, **settings, top_k=20)).other
+    alone = check_contract(config(tmp_path, **settings))
+    assert alone.truncates and alone.cutting == {name: kwargs[name]} and str(alone) == f"{name}={kwargs[name]}"
     if use_vllm:
         with pytest.raises(UnreplayableSettingError, match=rf"^generation_kwargs\['{name}'\]=.*Set top_k as well"):
-            config(tmp_path, **settings)
-    else:
-        alone = check_contract(config(tmp_path, **settings))
-        assert alone.truncates and alone.cutting == {name: kwargs[name]} and str(alone) == f"{name}={kwargs[name]}"
+            config(tmp_path, **settings, support_capture="logprobs")
 
 
 @pytest.mark.parametrize(
@@ -179,7 +178,7 @@ def test_trls_regex_is_replayed_and_comes_before_other_constraints(tmp_path):
     settings = check_contract(config(tmp_path, **args, top_k=20, generation_kwargs=choice))
     assert settings.other == {"vllm_structured_outputs_regex": "a+"}
     with pytest.raises(UnreplayableSettingError, match="^vllm_structured_outputs_regex='a.'.*Set top_k as well"):
-        config(tmp_path, **args, generation_kwargs=choice)
+        config(tmp_path, **args, generation_kwargs=choice, support_capture="logprobs")
 
 
 def test_a_long_constraint_is_shortened_where_it_is_named(tmp_path):
