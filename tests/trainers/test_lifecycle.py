@@ -106,8 +106,8 @@ def test_the_models_own_generation_config_is_checked_before_it_is_loaded(build, 
 
     # A folder with nothing but a generation config: loading the model would fail with another error.
     folder = tmp_path / "no-weights"
-    GenerationConfig(no_repeat_ngram_size=2).save_pretrained(folder)
-    with pytest.raises(UnreplayableSettingError, match="generation_config.no_repeat_ngram_size=2"):
+    GenerationConfig(encoder_repetition_penalty=1.5).save_pretrained(folder)
+    with pytest.raises(UnreplayableSettingError, match="generation_config.encoder_repetition_penalty=1.5"):
         build(str(folder), **HF)
 
 
