@@ -69,7 +69,6 @@ def test_a_request_without_support_may_be_anything(server, pool_of):
         ({"top_p": 1.5}, "top_p"),
         ({"presence_penalty": 0.5}, "generation_kwargs['presence_penalty']"),
         ({"repetition_penalty": 1.1}, "repetition_penalty"),
-        ({"bad_words": ["x"]}, "generation_kwargs['bad_words']"),
         ({"logit_bias": {"5": 1.0}}, "generation_kwargs['logit_bias']"),
         ({"logprobs": 5}, "generation_kwargs['logprobs']"),
         ({"max_tokens": 0}, "max_tokens"),

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import gzip
 import logging
+import os
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -161,9 +162,7 @@ def _parsed(decode: Callable[[bytes], Any], body: bytes) -> Any:
 
 def _api_keys(args: Any) -> list[str]:
     """The keys that vLLM itself accepts: those of `--api-key`, else the one in its environment."""
-    from vllm import envs
-
-    return [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
+    return [key for key in (args.api_key or [os.environ.get("VLLM_API_KEY")]) if key]
 
 
 async def _unless_disconnected(answer: Awaitable[bytes], receive: Receive) -> bytes:
