@@ -84,7 +84,7 @@ def written(saved, other_model, tiny_model_path, tmp_path_factory):
 def test_the_report_says_what_was_audited(written):
     report, _ = written
     assert report["num_traces"] == report["num_saved"] == 12 and report["step_name"] == "step"
-    assert report["origins"]["sampling"] == ["temperature=1.0, top_p=0.9, top_k=0, min_p=0.0, seed=0"]
+    assert report["origins"]["sampling"] == ["temperature=1, top_p=0.9, top_k=0, min_p=0, seed=0"]
     assert [f["cause"] for f in report["findings"]] == ["staleness", "truncation"]
     assert report["parts"]["staleness"]["mean_abs"] > 0.01 > 1e-4 > report["parts"]["numerics"]["max_abs"]
 
