@@ -233,6 +233,7 @@ def test_a_script_that_names_the_module_is_told_which_classes_to_take(write, cap
         ("a.yaml", "max_completion_length: long\n", "argument --max_completion_length"),
         ("a.yaml", None, "No such file"),
         ("a.yaml", "1: 2\n", "keywords must be strings"),
+        ("a.yaml", "run_name: !!int abc\n", "invalid literal for int"),
         (
             "a.sh",
             "trl grpo --top_k 5\n",
