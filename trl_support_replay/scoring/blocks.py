@@ -62,7 +62,7 @@ class UnionBlock:
         states = states[self.tokens].to(out.dtype)
         products = [states @ rows[part].to(out.dtype).T for part in self.parts]
         product = products[0] if len(products) == 1 else torch.cat(products, 1)  # [n, U]
-        out[self.pairs] = product.view(-1)[self.cells]
+        torch.index_select(product.view(-1), 0, self.cells, out=out[self.pairs])
 
     def grad_states(self, grad: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
         total = out.new_zeros(len(self.tokens), rows.shape[1])
@@ -83,7 +83,7 @@ class UnionBlock:
         """The pairs' gradients as the parts of the product, 0 elsewhere."""
         widths = [x.stop - x.start if isinstance(x, slice) else len(x) for x in self.parts]
         cells = grad.new_zeros(len(self.tokens), sum(widths))
-        cells.view(-1)[self.cells] = grad[self.pairs]
+        cells.view(-1).scatter_(0, self.cells, grad[self.pairs])
         return cells.split(widths, 1)
 
 

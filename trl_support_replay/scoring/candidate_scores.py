@@ -59,7 +59,7 @@ def _score(hidden: torch.Tensor, head: LMHead, support: SupportCSR, temperature:
             lora_b = head.lora.b
         inputs = Projection(hidden, head.weight, head.bias, low_rank, lora_b)
         logits = LogitTransform(head.logit_scale, head.softcap, temperature)(project_pairs(inputs, plan))
-        maximum, sum_exp, _ = SegmentStatistics.apply(logits, plan.pair_rows, plan.row_offsets)
+        maximum, sum_exp, *_ = SegmentStatistics.apply(logits, plan.pair_rows, plan.row_offsets, None)
         logprobs = logits - (maximum + sum_exp.log())[plan.pair_rows]
     # The plan sorts rows by size and candidates by id; both orders are of the same (token, candidate) pairs.
     sizes = np.diff(support.offsets)

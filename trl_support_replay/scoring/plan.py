@@ -52,8 +52,8 @@ class CandidatePlan:
         union: `[U]` int64, sorted distinct candidates of the shard.
         blocks: cover all pairs, each once.
         num_ids: ids of the shard.
-        pair_tokens: `[P]` int64 on the host, the token of each pair.
-        host_pair_ids: `[P]` int64 on the host, as `pair_ids`.
+        widest: pairs of the row that has most.
+        host_rows, host_pair_rows, host_pair_ids: `rows`, `pair_rows` and `pair_ids` on the host.
     """
 
     rows: torch.Tensor
@@ -68,12 +68,19 @@ class CandidatePlan:
     union: torch.Tensor
     blocks: tuple[Block, ...]
     num_ids: int
-    pair_tokens: np.ndarray
+    widest: int
+    host_rows: np.ndarray
+    host_pair_rows: np.ndarray
     host_pair_ids: np.ndarray
 
     @property
     def num_pairs(self) -> int:
         return len(self.host_pair_ids)
+
+    @property
+    def pair_tokens(self) -> np.ndarray:
+        """`[P]` int64 on the host, the token of each pair."""
+        return self.host_rows[self.host_pair_rows]
 
     @functools.cached_property
     def tile_pairs(self) -> TilePairs:
@@ -101,37 +108,36 @@ def make_plan(
             f"Supports cannot be scored on {device.type!r}: the products and sums that this takes run on "
             f"{' and '.join(BLOCK_ROWS)} devices. Put the model on one of them, for example by use_cpu=True."
         )
-    sizes, local_ids = np.diff(offsets), ids.astype(np.int64)
+    sizes = np.diff(offsets)
     # Rows of like size share a block, so that one wide row does not widen the product for many narrow ones.
     rows = np.flatnonzero(sizes > 1)
     rows = rows[np.argsort(sizes[rows], kind="stable")]
-    place = np.full(len(sizes), -1, dtype=np.int64)
-    place[rows] = np.arange(len(rows))
     owned, lone_rows = sizes, np.flatnonzero(sizes == 1)
-    lone_ids = local_ids[offsets[lone_rows]] - start
-    places = np.repeat(place, sizes)
-    local_ids -= start
-    inside = (local_ids >= 0) & (local_ids < stop - start)
-    if not inside.all():
+    lone_ids = ids[offsets[lone_rows]].astype(np.int64) - start
+    if len(ids) and (ids.min() < start or ids.max() >= stop):
+        inside = (ids >= start) & (ids < stop)
         owned = np.bincount(np.repeat(np.arange(len(sizes)), sizes)[inside], minlength=len(sizes))
-        places, local_ids = places[inside], local_ids[inside]
-        offsets = np.append(0, owned.cumsum())
+        ids, offsets = ids[inside], np.append(0, owned.cumsum())
         lone_here = (lone_ids >= 0) & (lone_ids < stop - start)
         lone_rows, lone_ids = lone_rows[lone_here], lone_ids[lone_here]
     row_sizes = owned[rows]
     row_offsets = np.append(0, row_sizes.cumsum())
-    pair_rows, pair_tokens = np.repeat(np.arange(len(rows)), row_sizes), np.repeat(rows, row_sizes)
+    pair_rows = np.repeat(np.arange(len(rows)), row_sizes)
     step = BLOCK_ROWS[device.type]
     first_wide = first_wide_row(row_offsets, stop - start, step)
-    wide = [local_ids[slice(*offsets[row : row + 2])] for row in rows[first_wide:].tolist()]
+    wide = [ids[slice(*offsets[row : row + 2])] - start for row in rows[first_wide:].tolist()]
+    narrow = np.ones(len(sizes), dtype=bool)
+    narrow[rows[first_wide:]] = False
     if wide:
-        narrow = places < first_wide
-        places, local_ids = places[narrow], local_ids[narrow]
+        ids = ids[np.repeat(narrow, owned)]
+    place = np.full(len(sizes), -1, dtype=np.int64)
+    place[rows] = np.arange(len(rows))
     # One number for each pair, so that one sort of integers brings them into order. Places of single ones are -1.
     bits = max(stop - start - 1, 1).bit_length()
-    keys = np.sort((places << bits) | local_ids)[len(lone_rows) :]
+    keys = np.repeat(place[narrow] << bits, owned[narrow]) | (ids.astype(np.int64) - start)
+    keys = np.sort(keys)[len(lone_rows) :]
     narrow_ids = keys & ((1 << bits) - 1)
-    _check_unique(keys, pair_tokens, narrow_ids, start)
+    _check_unique(keys, bits, start, rows)
     try:
         of_wide = list(wide_blocks(wide, stop - start, step))
     except RepeatedIdError as error:
@@ -161,7 +167,9 @@ def make_plan(
         union=_tensor(union),
         blocks=tuple(blocks),
         num_ids=stop - start,
-        pair_tokens=pair_tokens,
+        widest=int(row_sizes.max(initial=0)),
+        host_rows=rows,
+        host_pair_rows=pair_rows,
         host_pair_ids=pairs[0],
     )
     return to_device(plan, device)
@@ -285,11 +293,12 @@ def _sparse_block(
     )
 
 
-def _check_unique(keys: np.ndarray, rows: np.ndarray, ids: np.ndarray, start: int) -> None:
-    repeats = np.flatnonzero(keys[1:] == keys[:-1])
-    if len(repeats):
-        first = repeats[np.argmin(rows[repeats])]
-        raise _repeated(rows[first], ids[first] + start)
+def _check_unique(keys: np.ndarray, bits: int, start: int, rows: np.ndarray) -> None:
+    repeated = keys[1:][keys[1:] == keys[:-1]]
+    if len(repeated):
+        tokens = rows[repeated >> bits]
+        first = np.argmin(tokens)
+        raise _repeated(tokens[first], (repeated[first] & ((1 << bits) - 1)) + start)
 
 
 def _repeated(row: int, repeated: int) -> ValueError:

@@ -258,10 +258,9 @@ def _finish(
 
     `full` covers all tokens when a full-vocabulary output is asked for, else only those without recorded support.
     """
-    maximum, sum_exp, sum_zexp = SegmentStatistics.apply(pair_logits, plan.pair_rows, plan.row_offsets)
     pairs, found = _sampled_pairs(sampled, plan)
-    target = torch.where(found, pair_logits[pairs], 0) if plan.num_pairs else torch.zeros_like(maximum)
-    support = RowStatistics(maximum, sum_exp, sum_zexp, target)
+    *sums, drawn = SegmentStatistics.apply(pair_logits, plan.pair_rows, plan.row_offsets, pairs)
+    support = RowStatistics(*sums, torch.where(found, drawn, 0))
     counts = _local_counts(found, sampled, plan).to(pair_logits.dtype)
     (support, full), counts = _combine_shards([support, full], counts, group)
     _check_counts(counts, plan)
@@ -294,13 +293,17 @@ def _finish(
 
 def _sampled_pairs(sampled: torch.Tensor, plan: CandidatePlan) -> tuple[torch.Tensor, torch.Tensor]:
     """`[R]` int64 the pair of each row's sampled token, and `[R]` bool whether this shard has it in that row."""
-    drawn = sampled[plan.rows]
-    keys = plan.pair_rows * plan.num_ids + plan.pair_ids  # rising
-    wanted = torch.arange(len(plan.rows), device=keys.device) * plan.num_ids + drawn
+    drawn, ends = sampled[plan.rows], plan.row_offsets[1:]
+    low, high = plan.row_offsets[:-1], ends
     if not plan.num_pairs:
-        return torch.zeros_like(wanted), torch.zeros_like(wanted, dtype=torch.bool)
-    pairs = torch.searchsorted(keys, wanted).clamp_(max=plan.num_pairs - 1)
-    return pairs, (keys[pairs] == wanted) & (drawn >= 0) & (drawn < plan.num_ids)
+        return torch.zeros_like(drawn), torch.zeros_like(drawn, dtype=torch.bool)
+    # Ids rise within a row: halve what is left of each row until its first id that is not below the sampled one.
+    for _ in range(plan.widest.bit_length()):
+        middle = (low + high) // 2
+        below = (plan.pair_ids[middle.clamp(max=plan.num_pairs - 1)] < drawn) & (middle < high)
+        low, high = torch.where(below, middle + 1, low), torch.where(below, high, middle)
+    pairs = low.clamp(max=plan.num_pairs - 1)
+    return pairs, (low < ends) & (plan.pair_ids[pairs] == drawn)
 
 
 def _local_counts(held: torch.Tensor, sampled: torch.Tensor, plan: CandidatePlan) -> torch.Tensor:

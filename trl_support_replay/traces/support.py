@@ -204,11 +204,13 @@ class SupportRows:
         return padded._gather(np.where(absent, len(self), indices))
 
     def _gather(self, rows: np.ndarray) -> SupportRows:
-        starts = self.offsets[rows]
-        sizes = self.offsets[rows + 1] - starts
-        offsets = _offsets(sizes)
-        source = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], sizes)
-        return self._trusted(self.token_ids[source], offsets)
+        offsets = _offsets(self.offsets[rows + 1] - self.offsets[rows])
+        # Rows that follow each other, as the tokens of a turn do, are copied as one.
+        last = np.append(rows[1:] != rows[:-1] + 1, True)[: len(rows)]
+        first = np.append(True, last[:-1])[: len(rows)]
+        runs = zip(self.offsets[rows[first]].tolist(), self.offsets[rows[last] + 1].tolist(), strict=True)
+        parts = [self.token_ids[start:stop] for start, stop in runs]
+        return self._trusted(np.concatenate(parts) if parts else self.token_ids[:0], offsets)
 
     def split(self, sizes: Any) -> list[SupportRows]:
         """Consecutive runs of rows, such as the completions of a batch.
