@@ -15,6 +15,10 @@ from ..engine_outputs.vllm_outputs import IMPOSSIBLE
 from ..traces.support import SupportRows
 
 
+# Tables of what can be drawn are kept up to this size before ids are read off them.
+_TABLE_BYTES = 2**20
+
+
 class ScoresRecorder(LogitsProcessor):
     """A logits processor that keeps, for each step, which tokens can be drawn, and the log-prob of the one that was.
 
@@ -30,7 +34,8 @@ class ScoresRecorder(LogitsProcessor):
 
     def __init__(self, truncates: bool = True):
         self._truncates = truncates
-        self._supports: list[tuple[np.ndarray, np.ndarray]] = []  # for each step: offsets [B + 1], ids [nnz]
+        self._tables: list[Any] = []  # for each of the latest steps: [B, V] bool, what can be drawn
+        self._supports: list[SupportRows] = []  # of the steps before them: B rows of each
         self._logprobs: list[np.ndarray] = []  # for each step but the last: [B], of the token that was drawn
         self._last: torch.Tensor | None = None  # [B, V], log-probs that the latest token is being drawn from
         self._alive: torch.Tensor | None = None  # [B], sequences that have not been stopped
@@ -52,8 +57,31 @@ class ScoresRecorder(LogitsProcessor):
         self._last = torch.log_softmax(scores, dim=-1)
         if self._truncates:
             assert self._alive is not None
-            self._supports.append(_possible(self._last, self._alive))
+            if scores.device.type == "cpu":
+                # NumPy takes a fifth of the time of PyTorch for this.
+                table: Any = self._last.float().numpy() >= IMPOSSIBLE
+                table[~self._alive.numpy()] = False
+            else:
+                table = (self._last >= IMPOSSIBLE) & self._alive[:, None]
+            self._tables.append(table)
+            if len(self._tables) * scores.numel() > _TABLE_BYTES:
+                self._read_tables()
         return scores
+
+    def _read_tables(self) -> None:
+        """Turn the tables into rows of ids: several at once, since a short table takes as long as a few of them."""
+        if not self._tables:
+            return
+        if isinstance(self._tables[0], np.ndarray):
+            cells = np.flatnonzero(np.stack(self._tables))
+        else:
+            cells = torch.stack(self._tables).flatten().nonzero()[:, 0].cpu().numpy()
+        num_sequences, width = self._tables[0].shape
+        starts = np.arange(len(self._tables) * num_sequences + 1) * width
+        offsets = np.searchsorted(cells, starts)
+        ids = cells - np.repeat(starts[:-1], np.diff(offsets))
+        self._supports.append(SupportRows(ids.astype(np.int32), offsets))
+        self._tables = []
 
     def stopped(self, done: torch.Tensor) -> None:
         """Take note of the sequences that `generate` stops with the token just drawn, `done` `[B]`."""
@@ -76,6 +104,8 @@ class ScoresRecorder(LogitsProcessor):
             SupportCaptureError: when a completion is longer than what was recorded, or a token is not in its support.
         """
         num_steps = self.num_steps
+        self._read_tables()
+        supports = SupportRows.concatenate(self._supports)  # [steps * B]
         lengths = [0] * len(completion_ids) if self._lengths is None else self._lengths.tolist()
         collected = []
         for b, completion in enumerate(completion_ids):
@@ -99,31 +129,11 @@ class ScoresRecorder(LogitsProcessor):
                     f"log-prob is {logprobs[token]}."
                 )
             if self._truncates:
-                steps = self._supports[: len(completion)]
-                rows = SupportRows.from_ragged([ids[offsets[b] : offsets[b + 1]] for offsets, ids in steps])
+                rows = supports.take(np.arange(len(completion)) * len(completion_ids) + b)
             else:
                 rows = SupportRows.from_ragged([[token] for token in completion])
             collected.append((logprobs, rows))
         return collected
-
-
-def _possible(logprobs: torch.Tensor, alive: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Offsets `[B + 1]` int64 of rows, and ids `[nnz]` int32 of what can be drawn in them; none in a stopped sequence.
-
-    Args:
-        logprobs: `[B, V]`.
-        alive: `[B]`.
-    """
-    if logprobs.device.type == "cpu":
-        # NumPy takes a fifth of the time of PyTorch for this.
-        table = logprobs.float().numpy() >= IMPOSSIBLE
-        table[~alive.numpy()] = False
-        cells = np.flatnonzero(table)
-    else:
-        cells = ((logprobs >= IMPOSSIBLE) & alive[:, None]).flatten().nonzero()[:, 0].cpu().numpy()
-    starts = np.arange(len(logprobs) + 1) * logprobs.shape[1]
-    offsets = np.searchsorted(cells, starts)
-    return offsets, (cells - np.repeat(starts[:-1], np.diff(offsets))).astype(np.int32)
 
 
 class _ToldStops(StoppingCriteriaList):

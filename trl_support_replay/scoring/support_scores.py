@@ -259,8 +259,8 @@ def _finish(
     `full` covers all tokens when a full-vocabulary output is asked for, else only those without recorded support.
     """
     pairs, found = _sampled_pairs(sampled, plan)
-    *sums, drawn = SegmentStatistics.apply(pair_logits, plan.pair_rows, plan.row_offsets, pairs)
-    support = RowStatistics(*sums, torch.where(found, drawn, 0))
+    maximum, sum_exp, sum_zexp, drawn = SegmentStatistics.apply(pair_logits, plan.pair_rows, plan.row_offsets, pairs)
+    support = RowStatistics(maximum, sum_exp, sum_zexp, torch.where(found, drawn, 0))
     counts = _local_counts(found, sampled, plan).to(pair_logits.dtype)
     (support, full), counts = _combine_shards([support, full], counts, group)
     _check_counts(counts, plan)
