@@ -14,7 +14,6 @@ from ..engine_outputs.errors import SupportCaptureError
 from ..engine_outputs.vllm_outputs import IMPOSSIBLE
 from ..traces.support import SupportRows
 
-
 # Tables of what can be drawn are kept up to this size before ids are read off them.
 _TABLE_BYTES = 2**20
 

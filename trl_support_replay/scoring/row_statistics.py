@@ -46,9 +46,9 @@ class RowStatistics:
 
 
 class SegmentStatistics(torch.autograd.Function):
-    """`(max, sum_exp, sum_zexp, drawn)` of runs of a flat vector of logits; sums over each run in order, without atomics.
+    """`(max, sum_exp, sum_zexp, drawn)` of runs of a flat vector of logits.
 
-    `drawn` is one logit of each run: that of the sampled token.
+    Each sum goes over its run in order, without atomics. `drawn` is one logit of each run: that of the sampled token.
 
     Args of `apply`:
         logits: `[P]`.
