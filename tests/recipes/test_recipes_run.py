@@ -32,10 +32,11 @@ def metrics(folder):
 
 @pytest.mark.slow
 @pytest.mark.needs("vllm")
-def test_the_cpu_recipe_trains(smollm2_path, tmp_path):
+@pytest.mark.parametrize("recipe", ["cpu_smollm2", "json_smollm2"])
+def test_a_cpu_recipe_trains(recipe, smollm2_path, tmp_path):
     output = tmp_path / "run"
     command(
-        *("grpo", "--config", "recipes/cpu_smollm2.yaml"),
+        *("grpo", "--config", f"recipes/{recipe}.yaml"),
         *("--model_name_or_path", smollm2_path, "--output_dir", output),
     )
     steps = metrics(output)
@@ -44,6 +45,20 @@ def test_the_cpu_recipe_trains(smollm2_path, tmp_path):
         assert step["support/logprob_gap_max"] <= 1e-3 and step["support/logprob_gap_mean"] <= 1e-5
         assert step["sampling/importance_sampling_ratio_raw/mean"] == pytest.approx(1, abs=1e-3)
     assert max(step["grad_norm"] for step in steps) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.needs("vllm")
+def test_the_json_demo_shows_what_stock_makes_of_a_constraint(smollm2_path, tmp_path):
+    command(
+        *("demo", "--task", "json", "--steps", 1, "--output", tmp_path),
+        *("--models", Path(smollm2_path).parent),
+        timeout=900,
+    )
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["replay"]["importance_ratio_mean"] == pytest.approx(1, abs=1e-3)
+    assert summary["replay"]["logprob_gap_max"] <= 1e-4
+    assert summary["stock"]["importance_ratio_mean"] < 0.5 and summary["stock"]["logprob_gap_max"] > 1
 
 
 @pytest.mark.slow

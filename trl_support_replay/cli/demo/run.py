@@ -18,7 +18,7 @@ from ...libraries.environment import check_supported, report
 from ...settings.preflight import check_output_dir
 from .model import fetch_smollm2
 from .report import GAP, RATIO, plot, print_table, write_summary
-from .settings import SETTINGS
+from .settings import SETTINGS, TASKS
 
 _TITLES = {"replay": "with support replay", "stock": "stock TRL"}
 
@@ -27,10 +27,13 @@ class DemoError(RuntimeError):
     """A variant of the demo failed."""
 
 
-def run_demo(steps: int = 20, output: str | os.PathLike[str] = "runs/demo", models: str = "models") -> int:
+def run_demo(
+    task: str = "words", steps: int = 20, output: str | os.PathLike[str] = "runs/demo", models: str = "models"
+) -> int:
     """Train SmolLM2-135M-Instruct with replay, then the same steps without, and compare.
 
     Args:
+        task: one of `TASKS`.
         steps: optimizer steps of each variant.
         output: folder for `summary.json`, `demo.png` and the logs.
         models: folder that the model is unpacked into.
@@ -60,7 +63,7 @@ def run_demo(steps: int = 20, output: str | os.PathLike[str] = "runs/demo", mode
     try:
         with _terminated_as_interrupted():
             for variant, rows in measured.items():
-                _train(variant, model, steps, folder, rows)
+                _train(variant, task, model, steps, folder, rows)
     except KeyboardInterrupt:
         status = 130
         print("\n==> Interrupted; reporting what was measured so far")
@@ -69,7 +72,7 @@ def run_demo(steps: int = 20, output: str | os.PathLike[str] = "runs/demo", mode
     summary = write_summary(
         folder / "summary.json",
         measured,
-        SETTINGS | {"steps": steps, "model": "SmolLM2-135M-Instruct"},
+        SETTINGS | TASKS[task].sampling | {"task": task, "steps": steps, "model": "SmolLM2-135M-Instruct"},
         {package.name: package.version for package in report().packages},
     )
     print_table(summary)
@@ -80,9 +83,9 @@ def run_demo(steps: int = 20, output: str | os.PathLike[str] = "runs/demo", mode
     return status
 
 
-def _train(variant: str, model: Path, steps: int, folder: Path, rows: list[dict[str, Any]]) -> None:
-    command = [sys.executable, "-m", "trl_support_replay.cli.demo.variant", variant, "--model", str(model)]
-    command += ["--steps", str(steps), "--output", str(folder / variant)]
+def _train(variant: str, task: str, model: Path, steps: int, folder: Path, rows: list[dict[str, Any]]) -> None:
+    command = [sys.executable, "-m", "trl_support_replay.cli.demo.variant", variant, "--task", task]
+    command += ["--model", str(model), "--steps", str(steps), "--output", str(folder / variant)]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     log, metrics = folder / f"{variant}.log", folder / variant / "metrics.jsonl"
     metrics.unlink(missing_ok=True)

@@ -17,8 +17,8 @@ from ...engines.vllm_engine import stock_engine_fixes
 from ...settings.config import SupportReplayGRPOConfig
 from ...trainers.callbacks import MetricsFile
 from ...trainers.grpo import SupportReplayGRPOTrainer
-from .settings import SETTINGS
-from .task import sum_reward, sums
+from .settings import SETTINGS, TASKS
+from .task import sums
 
 
 class StockTrainer(GRPOTrainer):
@@ -33,21 +33,30 @@ class StockTrainer(GRPOTrainer):
         return output
 
 
-def run(variant: str, model: str, steps: int, output: str) -> None:
-    """Train `steps` steps; `variant` is `"replay"` or `"stock"`."""
-    common = SETTINGS | {
-        "output_dir": output,
-        "max_steps": steps,
-        "use_vllm": True,
-        "vllm_max_model_length": 160,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "bf16": False,
-        "use_cpu": not torch.cuda.is_available(),
+def run(variant: str, task: str, model: str, steps: int, output: str) -> None:
+    """Train `steps` steps of a task; `variant` is `"replay"` or `"stock"`."""
+    chosen = TASKS[task]
+    common = (
+        SETTINGS
+        | chosen.sampling
+        | {
+            "output_dir": output,
+            "max_steps": steps,
+            "use_vllm": True,
+            "vllm_max_model_length": 160,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": [],
+            "disable_tqdm": True,
+            "bf16": False,
+            "use_cpu": not torch.cuda.is_available(),
+        }
+    )
+    given: dict[str, Any] = {
+        "reward_funcs": chosen.reward,
+        "train_dataset": sums(chosen.prompt),
+        "callbacks": [MetricsFile()],
     }
-    given: dict[str, Any] = {"reward_funcs": sum_reward, "train_dataset": sums(), "callbacks": [MetricsFile()]}
     if variant == "replay":
         config = SupportReplayGRPOConfig(**common, replay_check="warn")
         SupportReplayGRPOTrainer(model, args=config, **given).train()
@@ -60,6 +69,7 @@ def run(variant: str, model: str, steps: int, output: str) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("variant", choices=["replay", "stock"])
+    parser.add_argument("--task", choices=TASKS, required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--output", required=True)
