@@ -48,7 +48,8 @@ def test_recipe_is_planned_and_fits(recipe, smollm2_path, capsys):
     plan = make_plan(arguments, launch_options(arguments).accelerate)
     given = yaml.safe_load(recipe.read_text())
     settings = dict(plan.settings)
-    assert f"top_k={given['top_k']}" in settings["sampling"]
+    cut = "top_k" if "top_k" in given else "vllm_structured_outputs_regex"
+    assert f"{cut}={given[cut]}" in settings["sampling"]
     assert settings["processes"].startswith(f"{given.get('num_processes', 1)}, ")
     assert {"weights", "gradients", "optimizer", "activations", "scoring", "traces"} <= {i.name for i in plan.items}
     assert ("engine" in {i.name for i in plan.items}) == (given["use_vllm"] and given.get("vllm_mode") != "server")
