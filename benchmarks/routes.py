@@ -7,7 +7,7 @@ as in training, every position captured). Both do the same products, since the e
 times are CPU times on one thread, so that other work on the machine counts little.
 
 Bytes: routes drawn at random, which nothing compresses, for the shapes of real models. Each container is compared with
-itself holding int32 nested lists (tokens of layers of experts); on the wire, with packed int32 and with JSON lists.
+itself holding int32 nested lists (tokens of layers of experts); on the wire, as int32 arrays and as JSON lists.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
-import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
@@ -33,7 +33,7 @@ from trl_support_replay.routing import RouteBatch, RouterReplay
 from trl_support_replay.traces.columns import Trace, traces_to_table
 from trl_support_replay.traces.routes import RoutedExperts
 from trl_support_replay.traces.support import SupportRows
-from trl_support_replay.wire.arrays import dumps, pack
+from trl_support_replay.wire.arrays import Array
 
 DATA = Path(__file__).parent / "data"
 # name: layers with experts, experts, top-k
@@ -130,11 +130,12 @@ def bytes_per_token(name: str, num_tokens: int) -> list[dict[str, Any]]:
     """One row per container: bytes a token of the routes as this package keeps them, and as int32 nested lists."""
     routes = draw_routes(np.random.default_rng(0), num_tokens, SHAPES[name])
     nested = routes.experts.astype(np.int32)
+    as_json, encode = len(msgspec.json.encode(nested.tolist())), msgspec.msgpack.encode
     lists = pa.table({"routed_experts": pa.array([nested.tolist()], pa.list_(pa.list_(pa.list_(pa.int32()))))})
     columns = _route_columns(routes)
     sizes = {
         "memory": (routes.nbytes, nested.nbytes),
-        "wire": (len(dumps(pack({"experts": routes.experts}))), len(dumps(pack({"experts": nested})))),
+        "wire": (len(encode(Array.of(routes.experts))), len(encode(Array.of(nested)))),
         "Arrow": (_arrow_bytes(columns), _arrow_bytes(lists)),
         "Parquet": (_parquet_bytes(columns), _parquet_bytes(lists)),
     }
@@ -149,7 +150,7 @@ def bytes_per_token(name: str, num_tokens: int) -> list[dict[str, Any]]:
             "bytes_per_token": round(ours / num_tokens, 1),
             "int32_nested_lists": round(theirs / num_tokens, 1),
             "ratio": round(ours / theirs, 3),
-            "json_lists": round(len(orjson.dumps(nested.tolist())) / num_tokens, 1) if kept_as == "wire" else None,
+            "json_lists": round(as_json / num_tokens, 1) if kept_as == "wire" else None,
         }
         for kept_as, (ours, theirs) in sizes.items()
     ]

@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import msgspec
 import numpy as np
-import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -101,7 +101,7 @@ def measure(num_tokens: int, ids: str, lengths: tuple[int, int], repeats: int, f
         writer.write_table(table)
     lists = table.to_pylist()
     json_file, pickle_file = folder / "traces.json", folder / "traces.pickle"
-    json_file.write_bytes(orjson.dumps(lists))
+    json_file.write_bytes(msgspec.json.encode(lists))
     pickle_file.write_bytes(pickle.dumps(lists))
     del lists
 
@@ -121,7 +121,7 @@ def measure(num_tokens: int, ids: str, lengths: tuple[int, int], repeats: int, f
         ("arrow", "nested lists, by datasets", arrow, lambda: datasets.Dataset(open_arrow(arrow))[:]),
         ("parquet", "nested lists", shard, lambda: pq.read_table(shard).to_pylist()),
         ("json", "nested lists, by json", json_file, lambda: json.loads(json_file.read_bytes())),
-        ("json", "nested lists, by orjson", json_file, lambda: orjson.loads(json_file.read_bytes())),
+        ("json", "nested lists, by msgspec", json_file, lambda: msgspec.json.decode(json_file.read_bytes())),
         ("pickle", "nested lists", pickle_file, lambda: pickle.loads(pickle_file.read_bytes())),
     ]
     rows = []
@@ -162,7 +162,7 @@ def main() -> None:
         "pyarrow": pa.__version__,
         "numpy": np.__version__,
         "datasets": datasets.__version__,
-        "orjson": orjson.__version__,
+        "msgspec": msgspec.__version__,
     }
     rows = []
     for ids, lengths in itertools.product(("uniform", "zipf"), ((100, 400), (500, 4000))):

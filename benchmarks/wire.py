@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import csv
 import gc
-import gzip
 import os
 import platform
 import time
@@ -29,39 +28,36 @@ from transformers import AutoTokenizer
 from trl.generation.vllm_client import VLLMClient
 
 from tests.server.vllm_process import VLLMServe
-from trl_support_replay.client.transport import _gunzip
 from trl_support_replay.wire import protocol
 from trl_support_replay.wire.protocol import GenerateRequest, Sample
 
-_LIMIT = 2**30  # bytes of a message, as in the client
 DATA = Path(__file__).parent / "data" / "wire.csv"
 TOPICS = ("the moon", "bread", "prime numbers")
-CASES = {"top_k=20": {"top_k": 20, "top_p": 1.0}, "top_k=20, top_p=0.9": {"top_k": 20, "top_p": 0.9}}
+CASES = {
+    "top_k=20": {"top_k": 20, "top_p": 1.0},
+    "top_k=20, top_p=0.9": {"top_k": 20, "top_p": 0.9},
+    "top_p=0.95": {"top_k": 0, "top_p": 0.95},
+}
 
 
 def packed_answers(url: str, requests: Sequence[GenerateRequest]) -> list[bytes]:
-    """Bodies of the packed endpoint's answers, as they travel (gzip)."""
+    """Bodies of the packed endpoint's answers."""
     bodies = []
     for request in requests:
-        body = protocol.encode_request(request)
-        headers = {"Accept-Encoding": "gzip"}
-        with httpx.stream(
-            "POST", url + protocol.GENERATE, content=body, headers=headers, timeout=600, trust_env=False
-        ) as answer:
-            answer.raise_for_status()
-            if answer.headers.get("content-encoding") != "gzip":
-                raise ValueError("An answer came uncompressed, as small ones do. Raise --samples or --max-tokens.")
-            bodies.append(b"".join(answer.iter_raw()))
+        answer = httpx.post(
+            url + protocol.GENERATE, content=protocol.encode_request(request), timeout=600, trust_env=False
+        )
+        answer.raise_for_status()
+        bodies.append(answer.content)
     return bodies
 
 
-def read_packed(bodies: Sequence[bytes], requests: Sequence[GenerateRequest], zipped: bool) -> list[list[Sample]]:
-    """What the client makes of bodies once it has them: unzipped, compared with their digest, decoded and checked."""
+def read_packed(bodies: Sequence[bytes], requests: Sequence[GenerateRequest]) -> list[list[Sample]]:
+    """What the client makes of bodies once it has them: compared with their digest, decoded and checked."""
     groups = []
     for body, request in zip(bodies, requests, strict=True):
-        message = _gunzip(body, _LIMIT) if zipped else body
-        protocol.digest(message)
-        groups.append(protocol.decode_samples(message, request))
+        protocol.digest(body)
+        groups.append(protocol.decode_samples(body, request))
     return groups
 
 
@@ -147,9 +143,8 @@ def measure(url: str, tokenizer: Any, samples: int, max_tokens: int, repeats: in
             )
             for i, prompt in enumerate(prompts)
         ]
-        zipped = packed_answers(url, requests)
-        plain = [gzip.decompress(body) for body in zipped]
-        groups = read_packed(plain, requests, zipped=False)
+        bodies = packed_answers(url, requests)
+        groups = read_packed(bodies, requests)
         token_ids = [sample.token_ids.tolist() for group in groups for sample in group]
         num_tokens = sum(map(len, token_ids))
         sizes = np.concatenate([sample.support.sizes for group in groups for sample in group if sample.support])
@@ -159,8 +154,7 @@ def measure(url: str, tokenizer: Any, samples: int, max_tokens: int, repeats: in
             same = [ids for result in results for ids in result["completion_ids"]] == token_ids
             assert same, "the two endpoints drew other tokens from the same seeds"
         ways: dict[str, tuple[int, Callable[[], Any]]] = {
-            "packed, gzip": (sum(map(len, zipped)), partial(read_packed, zipped, requests, True)),
-            "packed": (sum(map(len, plain)), partial(read_packed, plain, requests, False)),
+            "packed": (sum(map(len, bodies)), partial(read_packed, bodies, requests)),
         }
         for logprobs, kept in stock.items():
             size = sum(len(answer.content) for answer in kept.answers)
@@ -175,8 +169,9 @@ def measure(url: str, tokenizer: Any, samples: int, max_tokens: int, repeats: in
                     "tokens": num_tokens,
                     "mean_support": round(float(sizes.mean()), 2),
                     "way": way,
-                    "supports": "logprobs=0" not in way,
+                    "supports": way == "packed" or (truncation["top_k"] == 20 and "logprobs=20" in way),
                     "bytes_per_token": round(size / num_tokens, 1),
+                    "bytes_per_id": round(size / sizes.sum(), 2) if way == "packed" else None,
                     "read_us_per_token_p20": round(p20, 3),
                     "read_us_per_token_median": round(median, 3),
                     "read_us_per_token_p80": round(p80, 3),
@@ -202,7 +197,7 @@ def main() -> None:
         "cpu": platform.machine(),
         "load_average": round(os.getloadavg()[0], 1),
         "python": platform.python_version(),
-        **{name: metadata.version(name) for name in ("trl", "numpy", "orjson", "httpx", "requests")},
+        **{name: metadata.version(name) for name in ("trl", "numpy", "msgspec", "httpx", "requests")},
     }
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     with open(arguments.output, "w", newline="") as file:
@@ -212,6 +207,7 @@ def main() -> None:
     for row in rows:
         print(
             f"{row['sampling']:22s} {row['way']:24s} {row['bytes_per_token']:7.1f} bytes/token "
+            f"{row['bytes_per_id'] or '':>5} bytes/id "
             f"{row['read_us_per_token_median']:8.3f} us/token  {row['times_faster_than_trl_logprobs_20']:6.1f}x"
         )
 

@@ -75,7 +75,7 @@ MATRICES = (
                 (f"{_SERVING}test_training.py::*routes*", f"{_SERVING}test_real_server.py::test_routes*"),
             ),
             "SGLang (a local server that speaks its protocol)": (
-                (f"{_SERVING}test_sglang.py::*",),
+                ("tests/engines/test_sglang_server.py::*",),
                 (),
                 (),
             ),

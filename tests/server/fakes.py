@@ -35,7 +35,7 @@ def foretold(prompt_ids, index, max_tokens, top_k, weights):
         chosen = int(rng.integers(len(ids)))
         tokens.append(int(ids[chosen]))
         logprobs.append((ids.tolist(), np.log(mass).tolist(), chosen))
-        rows.append(np.concatenate([ids[chosen : chosen + 1], np.sort(np.delete(ids, chosen))]))  # as they travel
+        rows.append(np.sort(ids))  # as they travel
     sampled = np.array([values[chosen] for _, values, chosen in logprobs], dtype=np.float32)
     return tokens, sampled, SupportRows.from_ragged(rows), logprobs
 

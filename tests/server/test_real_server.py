@@ -12,7 +12,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from trl_support_replay.client.pool import GenerationError, new_request_id
-from trl_support_replay.client.stock import connect_stock
 from trl_support_replay.client.transport import Retry
 from trl_support_replay.client.weights import VersionedWeights
 from trl_support_replay.wire import protocol
@@ -257,24 +256,3 @@ def test_a_client_that_hangs_up_frees_the_engine(pool, moe_server):
 @pytest.mark.parametrize("path", [protocol.GENERATE, protocol.RELOAD, protocol.LABEL])
 def test_the_servers_key_guards_the_endpoint(moe_server, path):
     assert httpx.post(moe_server.url + path, content=b"{}", trust_env=False).status_code == 401
-
-
-def test_a_server_without_the_endpoint_gives_supports_by_its_logprobs(moe_server, moe_model, pool, pool_of):
-    pool = pool_of(moe_server.url, api_key=moe_server.api_key, connect=connect_stock)
-    (server,) = pool.servers
-    assert server.capture == "logprobs" and not server.info["versions"] and server.info["needs_top_k"]
-    requests = [request(prompt, n=2) for prompt in PROMPTS[:3]]
-    for asked, samples in zip(requests, pool.generate(requests), strict=True):
-        prompt = asked.prompt_ids.tolist()
-        for sample in samples:
-            assert_replays(moe_model, prompt, sample)
-            expected = expected_support(moe_model, prompt, sample, 20, 0.9, 0.8)
-            assert np.mean([set(r.tolist()) == e for r, e in zip(sample.support, expected, strict=True)]) > 0.9
-    ((sample,),) = pool.generate([request(PROMPTS[0], sampling={"structured_outputs": {"regex": "[a-z]{4,20}"}})])
-    assert_replays(moe_model, PROMPTS[0], sample)
-    with pytest.raises(GenerationError, match=r"sampling\['presence_penalty'\]=0.5 cannot be replayed: it shifts"):
-        pool.generate([request(PROMPTS[0], sampling={"presence_penalty": 0.5})])
-    ((plain,),) = pool.generate([request(PROMPTS[0], support=False)])
-    assert plain.support is None and np.isfinite(plain.logprobs).all()
-    with pytest.raises(GenerationError, match="no packed endpoint to return routes"):
-        pool.generate([request(PROMPTS[0], routes_start=0)])

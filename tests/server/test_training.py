@@ -24,9 +24,9 @@ from trl_support_replay.rollouts.recorder import SupportRecorder
 from trl_support_replay.trainers.passes import ScoringPass
 from trl_support_replay.wire.protocol import GenerateRequest
 
+from ..client.faulty_proxy import Fault, FaultyProxy
 from ..trainers.test_routes import CUTS
 from .fakes import FakeEngine, HTTPServer, serving
-from .faulty_proxy import Fault, FaultyProxy
 from .vllm_process import VLLMServe
 
 SERVER = {"use_vllm": True, "vllm_mode": "server", "weight_sync": "filesystem", "vllm_server_timeout": 60.0}

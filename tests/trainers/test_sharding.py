@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from tests.engines.test_sglang_server import SGLangWithModel
 from tests.parts import require
 from tests.ranks import run_on_ranks
 from tests.server.fakes import AppServer, serving
-from tests.server.test_sglang import SGLangWithModel
 from tests.tiny_models import llama, save
 from tests.trainers.sharding_worker import train
 from trl_support_replay import SupportReplayGRPOConfig

@@ -44,7 +44,7 @@ class ServerPool:
 
     Args:
         urls: base URLs.
-        api_key, request_timeout, compression: see `Transport`.
+        api_key, request_timeout: see `Transport`.
         retry: how long to try again; also how long a server may take to come up.
         connect: makes a server of its connections; default: vLLM's.
         temperature: the trainer's, which every request that records supports must have; `None` lets each have its own.
@@ -65,7 +65,6 @@ class ServerPool:
         api_key: str | None = None,
         retry: Retry = Retry(),  # noqa: B008 - frozen
         request_timeout: float = 1800.0,
-        compression: bool = False,
         connect: Callable[[Transport], Awaitable[Server]] = connect_vllm,
         temperature: float | None = None,
     ):
@@ -78,8 +77,7 @@ class ServerPool:
         self._temperature = temperature
         self.first_server = 0
         self._transports = [
-            Transport(url, api_key=api_key, retry=retry, request_timeout=request_timeout, compression=compression)
-            for url in urls
+            Transport(url, api_key=api_key, retry=retry, request_timeout=request_timeout) for url in urls
         ]
         try:
             self.servers: list[Server] = self._run(self._connect(connect))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-import orjson
+import msgspec
 
 from ..settings.contract import SamplingSettings, UnreplayableSettingError
 from ..wire import protocol
@@ -26,9 +26,9 @@ class Server(Protocol):
         capture: `"worker"`, `"native"` or `"logprobs"`: how it reports supports.
         info: what it says of itself: at least `dtype` and `logprobs_mode` (`None` when it does not say), `max_n`,
             `unreplayable` (settings of its engine that break replay, each with value, reason and remedy),
-            `weight_reload` (can it load weights from a folder?), `versions` (do its weights have names?) and `routes`
-            (does it record routed experts?). Further `max_top_k` (candidates that it records for each token) and
-            `needs_top_k` (does it record supports only with a top_k?), where there are such bounds.
+            `weight_reload` (can it load weights from a folder?) and `routes` (does it record routed experts?). Further
+            `max_top_k` (candidates that it records for each token) and `needs_top_k` (does it record supports only with
+            a top_k?), where there are such bounds.
     """
 
     url: str
@@ -53,7 +53,7 @@ class ReplayServer:
 
     def __init__(self, transport: Transport, info: dict[str, Any], from_folder: bool = True):
         self.url = transport.url
-        self.info = {**info, "versions": True}
+        self.info = info
         self._reloads = from_folder and info["weight_reload"]
         self.capture: str = info["capture"]
         self._transport = transport
@@ -116,16 +116,15 @@ def read_info(body: bytes) -> dict[str, Any]:
         RuntimeError: for another version of the protocol.
     """
     try:
-        info = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
+        info = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise protocol.MessageError(f"{_NOT_OURS} Its description is not JSON: {error}.") from None
-    if not isinstance(info, dict) or "version" not in info:
+    if not isinstance(info, dict) or not isinstance(info.get("version"), list):
         raise protocol.MessageError(f"{_NOT_OURS} It describes itself as {body[:200]!r}.")
-    if info["version"] != protocol.VERSION:
-        raise RuntimeError(
-            f"The server speaks version {info['version']} of the packed protocol, and this client version "
-            f"{protocol.VERSION}. Install the same release of trl-support-replay on both sides."
-        )
+    try:
+        protocol.check_version(tuple(info["version"]))
+    except protocol.MessageError as error:
+        raise RuntimeError(str(error)) from error
     missing = [name for name in _FACTS if name not in info]
     if missing:
         raise protocol.MessageError(f"{_NOT_OURS} Its description lacks {', '.join(missing)}.")
@@ -133,7 +132,7 @@ def read_info(body: bytes) -> dict[str, Any]:
 
 
 async def connect_vllm(transport: Transport, from_folder: bool = True) -> Server:
-    """The server behind `transport`, once it is up: with the packed endpoint, or a stock vLLM server.
+    """The server behind `transport`, once it is up.
 
     Args:
         transport: connections to it.
@@ -141,14 +140,18 @@ async def connect_vllm(transport: Transport, from_folder: bool = True) -> Server
 
     Raises:
         ServerUnreachableError: when it does not come up.
-        ServerRefusalError: when it does not let us in, or is neither kind of server.
+        ServerRefusalError: when it does not let us in.
+        RuntimeError: when it has no packed endpoint, or one of another version.
     """
-    from .stock import connect_stock
-
     try:
         info = await transport.call("GET", protocol.INFO, None, read_info, signed=False)
     except ServerRefusalError as refusal:
         if refusal.status != 404:
             raise
-        return await connect_stock(transport)
+        raise RuntimeError(
+            f"{transport.url} has no {protocol.INFO}, so it cannot record supports. Start it with `trl-support-replay "
+            "vllm-serve`, or with `vllm serve ... --middleware "
+            "trl_support_replay.server.endpoint.SupportReplayMiddleware`; an earlier release of trl-support-replay has "
+            "to be updated."
+        ) from refusal
     return ReplayServer(transport, info, from_folder)

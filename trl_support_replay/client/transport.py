@@ -6,7 +6,6 @@ import asyncio
 import logging
 import random
 import time
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -83,8 +82,7 @@ class Transport:
         retry: how long to try again.
         request_timeout: seconds without a byte after which an answer counts as lost. Generation sends nothing before
             it is done, so this bounds the generation of one prompt's samples.
-        compression: ask for gzip.
-        max_response_bytes: bound on an answer, after decompression.
+        max_response_bytes: bound on an answer.
         max_connections: requests in flight at once.
 
     Attributes:
@@ -98,7 +96,6 @@ class Transport:
         api_key: str | None = None,
         retry: Retry = Retry(),  # noqa: B008 - frozen
         request_timeout: float = 1800.0,
-        compression: bool = False,
         max_response_bytes: int = 2**30,
         max_connections: int = 64,
     ):
@@ -108,7 +105,7 @@ class Transport:
         self.url = without_credentials(url).rstrip("/")
         self.retry = retry
         self._max_response_bytes = max_response_bytes
-        headers = {"Accept-Encoding": "gzip" if compression else "identity"}
+        headers = {"Accept-Encoding": "identity"}
         if api_key:
             headers["Authorization"] = f"Bearer {api_key}"
         self._slots = asyncio.Semaphore(max_connections)
@@ -169,7 +166,8 @@ class Transport:
     ) -> T:
         headers = {}
         if body is not None:
-            headers = {"Content-Type": "application/json", protocol.DIGEST_HEADER: protocol.digest(body)}
+            kind = protocol.CONTENT_TYPE if signed else "application/json"
+            headers = {"Content-Type": kind, protocol.DIGEST_HEADER: protocol.digest(body)}
         async with self._client.stream(method, self.url + path, content=body, headers=headers) as response:
             content = await self._read(response)
             status, digest = response.status_code, response.headers.get(protocol.DIGEST_HEADER)
@@ -192,26 +190,10 @@ class Transport:
             size += len(chunk)
             if size > self._max_response_bytes:
                 raise _TransientError(f"the answer has more than max_response_bytes={self._max_response_bytes} bytes")
-        body = b"".join(chunks)
         coding = response.headers.get("content-encoding", "identity")
-        if coding == "gzip":
-            return _gunzip(body, self._max_response_bytes)
         if coding != "identity":
             raise _TransientError(f"the answer's content-encoding {coding!r} was not asked for")
-        return body
-
-
-def _gunzip(body: bytes, limit: int) -> bytes:
-    inflater = zlib.decompressobj(wbits=31)
-    try:
-        plain = inflater.decompress(body, limit)
-    except zlib.error as error:
-        raise _TransientError(f"the answer's gzip data is damaged ({error})") from error
-    if inflater.unconsumed_tail:
-        raise _TransientError(f"the answer has more than max_response_bytes={limit} bytes when decompressed")
-    if not inflater.eof or inflater.unused_data:
-        raise _TransientError("the answer's gzip data ends early or late")
-    return plain
+        return b"".join(chunks)
 
 
 def _describe(error: BaseException) -> str:

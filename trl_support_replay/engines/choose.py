@@ -61,7 +61,6 @@ def engine_builder(session: CaptureSession, args: Any) -> Callable[..., Any]:
             weight_sync=args.weight_sync,
             weight_sync_dir=args.weight_sync_dir,
             request_timeout=args.vllm_server_request_timeout,
-            compression=args.vllm_server_compression,
         )
     from .vllm_captures import choose_capture
     from .vllm_engine import SupportVLLMGeneration, policy_dtype_name

@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
-import orjson
 
 from ..client.pool import ServerPool, new_request_id
 from ..client.servers import check_server
@@ -72,7 +72,6 @@ class SGLangServer:
             "needs_top_k": facts.get("sampling_mask_max_tokens") is None,
             "max_n": _MAX_N,
             "weight_reload": weights_dir is not None,
-            "versions": weights_dir is not None,
             "routes": False,
         }
         self._transport = transport
@@ -101,7 +100,7 @@ class SGLangServer:
             "return_sampling_mask": request.support,
         }
         return await self._transport.call(
-            "POST", _GENERATE, orjson.dumps(body), lambda answer: _read_answer(answer, request), signed=False
+            "POST", _GENERATE, msgspec.json.encode(body), lambda answer: _read_answer(answer, request), signed=False
         )
 
     def _bound(self) -> int:
@@ -114,7 +113,7 @@ class SGLangServer:
         if not reload or self._weights_dir is None:
             raise RuntimeError(f"{self.url} was given no folder of weights, so it cannot load {version}.")
         body = {"model_path": str(Path(self._weights_dir) / version), "weight_version": version, "flush_cache": True}
-        answer = await self._transport.call("POST", _UPDATE, orjson.dumps(body), _read_object, signed=False)
+        answer = await self._transport.call("POST", _UPDATE, msgspec.json.encode(body), _read_object, signed=False)
         if answer.get("success") is not True:
             raise RuntimeError(f"{self.url} did not load the weights {version}: {answer.get('message')}")
 
@@ -294,8 +293,8 @@ def _unreplayable(facts: Mapping[str, Any]) -> list[dict[str, str]]:
             refused.append(UnreplayableSettingError(setting, facts[setting], reason, "Start the server without"))
     preferred = facts.get("preferred_sampling_params") or {}
     try:
-        _check_sampling(orjson.loads(preferred) if isinstance(preferred, str) else preferred)
-    except (UnreplayableSettingError, orjson.JSONDecodeError, AttributeError) as error:
+        _check_sampling(msgspec.json.decode(preferred) if isinstance(preferred, str) else preferred)
+    except (UnreplayableSettingError, msgspec.DecodeError, UnicodeDecodeError, AttributeError) as error:
         reason = f"the server adds it to every request, and {getattr(error, 'reason', error)}"
         remedy = "Start the server without"
         refused.append(UnreplayableSettingError("preferred_sampling_params", preferred, reason, remedy))
@@ -331,19 +330,19 @@ def _tokenize(prompt: Any, trainer: Any) -> list[int]:
 
 def _read_object(answer: bytes) -> dict[str, Any]:
     try:
-        return dict(orjson.loads(answer))
-    except (orjson.JSONDecodeError, TypeError, ValueError) as error:
+        return dict(msgspec.json.decode(answer))
+    except (msgspec.DecodeError, UnicodeDecodeError, TypeError, ValueError) as error:
         raise MessageError(f"Not a JSON object: {error}.") from None
 
 
 def _read_answer(answer: bytes, request: GenerateRequest) -> list[Sample]:
     try:
-        outputs = orjson.loads(answer)
+        outputs = msgspec.json.decode(answer)
         outputs = outputs if isinstance(outputs, list) else [outputs]
         if len(outputs) != request.n:
             raise MessageError(f"{len(outputs)} outputs for {request.n} samples.")
         return [_read_output(output, request, i) for i, output in enumerate(outputs)]
-    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
         raise MessageError(f"Not an answer of {_GENERATE}: {type(error).__name__}: {error}.") from error
 
 

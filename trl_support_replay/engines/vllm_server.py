@@ -58,13 +58,11 @@ class SupportVLLMServerGeneration(CheckpointWeights):
         weight_sync: `"nccl"` (TRL's) or `"filesystem"`.
         weight_sync_dir: the folder shared with the servers, for `"filesystem"`.
         request_timeout: seconds that one request may take.
-        compression: ask for compressed answers.
 
     Attributes:
         pool: the servers. A custom rollout may ask them directly and return what it gets under `ROLLOUT_KEY`. Its
             requests have the trainer's temperature and `weights_version`; their top_k may be their own.
-        weights_version: name of the weights that the servers were last given; `None` before, and for servers whose
-            weights have no names.
+        weights_version: name of the weights that the servers were last given; `None` before.
         loaded_step: optimizer step of the weights last loaded into the servers; `None` before the first sync.
         engine_dtype: the servers' data type; `None` when they do not say.
     """
@@ -82,7 +80,6 @@ class SupportVLLMServerGeneration(CheckpointWeights):
         weight_sync: str = "nccl",
         weight_sync_dir: str | None = None,
         request_timeout: float = 1800.0,
-        compression: bool = False,
         **kwargs: Any,
     ):
         self._settings = settings
@@ -97,7 +94,6 @@ class SupportVLLMServerGeneration(CheckpointWeights):
         self._weight_sync = weight_sync
         self._weight_sync_dir = weight_sync_dir
         self._request_timeout = request_timeout
-        self._compression = compression
         self.loaded_step: int | None = None
         self._num_syncs = 0
         self.weights_version: str | None = None
@@ -130,7 +126,6 @@ class SupportVLLMServerGeneration(CheckpointWeights):
             api_key=os.environ.get("VLLM_API_KEY"),
             retry=Retry(give_up_after=self.server_timeout),
             request_timeout=self._request_timeout,
-            compression=self._compression,
             # What came over NCCL is in no folder, also where the server has one.
             connect=functools.partial(connect_vllm, from_folder=self._weight_sync == "filesystem"),
             temperature=self.temperature,
@@ -307,11 +302,9 @@ class SupportVLLMServerGeneration(CheckpointWeights):
         self.weights_version = version
 
     def _label_weights(self) -> None:
-        # A stock server's weights have no version; the log-probs alone tell whether they are the policy's.
-        if all(server.info["versions"] for server in self.pool.servers):
-            version = f"nccl-{self._num_syncs:06d}"
-            on_main(self.accelerator, lambda: self.pool.set_weights(version, reload=False))
-            self.weights_version = version
+        version = f"nccl-{self._num_syncs:06d}"
+        on_main(self.accelerator, lambda: self.pool.set_weights(version, reload=False))
+        self.weights_version = version
 
 
 class _ServerFacts:

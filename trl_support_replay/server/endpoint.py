@@ -11,14 +11,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gzip
+import functools
 import logging
 import os
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-import orjson
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..traces.record import fingerprint
 from ..wire import protocol
@@ -29,24 +35,14 @@ from .settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 
-Scope = Mapping[str, Any]
-Receive = Callable[[], Awaitable[dict[str, Any]]]
-Send = Callable[[dict[str, Any]], Awaitable[None]]
-
-_GZIP_FROM = 1024  # bytes
-
-
-class _Disconnected(Exception):
-    """The client is gone, so nobody waits for an answer."""
-
 
 class SupportReplayMiddleware:
     """ASGI middleware of vLLM's server; `app` is the rest of the server."""
 
-    def __init__(self, app: Any):
+    def __init__(self, app: ASGIApp):
         self._app = app
         self._settings = ServerSettings.from_environment()
-        self._endpoint: _Endpoint | None = None
+        self._endpoint: Starlette | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
@@ -54,8 +50,9 @@ class SupportReplayMiddleware:
             await self._app(scope, receive, send)
             return
         if self._endpoint is None:
-            self._endpoint = _Endpoint(scope["app"].state, self._settings)
-        await self._endpoint.answer(path, scope, receive, send)
+            self._endpoint = _Endpoint(scope["app"].state, self._settings).application()
+        # Of its own: the application writes itself into its scope.
+        await self._endpoint(dict(scope), receive, send)
 
 
 class _Endpoint:
@@ -68,65 +65,58 @@ class _Endpoint:
         self._served_model = (state.args.served_model_name or [state.args.model])[0]
         self._model_files = fingerprint(state.args.model, getattr(state.args, "revision", None))  # as it was started
 
-    async def answer(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
-        routes: dict[tuple[str, str], Callable[[bytes], Awaitable[bytes]]] = {
-            ("GET", protocol.INFO): self._info,
-            ("POST", protocol.GENERATE): self._generate,
-            ("POST", protocol.RELOAD): self._reload,
-            ("POST", protocol.LABEL): self._label,
-        }
-        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        try:
-            self._authorize(headers)
-            handler = routes.get((scope["method"], path))
-            if handler is None:
-                raise Refusal(404, "unknown_path", f"There is no {scope['method']} {path}.")
-            request = await self._read(receive, headers)
-            status, body = 200, await _unless_disconnected(handler(request), receive)
-        except Refusal as error:
-            status, body = error.status, error.body
-        except _Disconnected:
-            return
-        except Exception as error:
-            logger.exception("%s %s failed.", scope["method"], path)
-            status, body = 500, protocol.encode_error("internal", f"{type(error).__name__}: {error}")
-        await _send(send, status, body, gzipped="gzip" in headers.get("accept-encoding", ""))
+    def application(self) -> Starlette:
+        def route(method: str, path: str, handler: Callable[[bytes], Awaitable[bytes]]) -> Route:
+            return Route(path, functools.partial(self._answer, handler), methods=[method])
 
-    def _authorize(self, headers: Mapping[str, str]) -> None:
+        return Starlette(
+            routes=[
+                route("GET", protocol.INFO, self._info),
+                route("POST", protocol.GENERATE, self._generate),
+                route("POST", protocol.RELOAD, self._reload),
+                route("POST", protocol.LABEL, self._label),
+            ],
+            exception_handlers={HTTPException: _no_such_path, Exception: _failed},
+        )
+
+    async def _answer(self, handler: Callable[[bytes], Awaitable[bytes]], request: Request) -> Response:
+        try:
+            self._authorize(request)
+            body = await self._read(request)
+            return _signed(200, await _unless_disconnected(handler(body), request.receive))
+        except Refusal as refusal:
+            return _signed(refusal.status, refusal.body)
+        except ClientDisconnect:
+            return Response(status_code=499)  # to nobody
+
+    def _authorize(self, request: Request) -> None:
         # vLLM's own check covers only its own path prefixes.
         if not self._api_keys:
             return
-        scheme, _, given = headers.get("authorization", "").partition(" ")
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
         matches = [secrets.compare_digest(given.encode(), key.encode()) for key in self._api_keys]
         if scheme.lower() != "bearer" or not any(matches):
             raise Refusal(401, "unauthorized", "The server was started with an API key, and the request has none.")
 
-    async def _read(self, receive: Receive, headers: Mapping[str, str]) -> bytes:
+    async def _read(self, request: Request) -> bytes:
         limit = self._settings.max_request_bytes
-        declared = headers.get("content-length", "0")
-        size, chunks = 0, []
-        more = True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise _Disconnected
-            chunks.append(message.get("body", b""))
-            size += len(chunks[-1])
-            if size > limit or (declared.isdigit() and int(declared) > limit):
+        declared = request.headers.get("content-length", "0")
+        body = bytearray()
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > limit or (declared.isdigit() and int(declared) > limit):
                 raise Refusal(
                     413, "too_large", f"The request body has more than max_request_bytes={limit} bytes.", limit=limit
                 )
-            more = message.get("more_body", False)
-        body = b"".join(chunks)
-        if protocol.DIGEST_HEADER in headers:
+        if protocol.DIGEST_HEADER in request.headers:
             try:
-                protocol.check_digest(body, headers[protocol.DIGEST_HEADER])
+                protocol.check_digest(bytes(body), request.headers[protocol.DIGEST_HEADER])
             except protocol.MessageError as error:
                 raise Refusal(400, "corrupt_body", str(error)) from error
-        return body
+        return bytes(body)
 
     async def _info(self, body: bytes) -> bytes:
-        return orjson.dumps(
+        return msgspec.json.encode(
             {
                 "version": protocol.VERSION,
                 "instance": self._instance,
@@ -153,6 +143,20 @@ class _Endpoint:
         return protocol.encode_version(version)
 
 
+def _no_such_path(request: Request, error: Any) -> Response:
+    message = f"There is no {request.method} {request.url.path}."
+    return _signed(error.status_code, protocol.encode_error("unknown_path", message))
+
+
+def _failed(request: Request, error: Exception) -> Response:
+    return _signed(500, protocol.encode_error("internal", f"{type(error).__name__}: {error}"))
+
+
+def _signed(status: int, body: bytes) -> Response:
+    kind = protocol.CONTENT_TYPE if status == 200 else "application/json"
+    return Response(body, status, {protocol.DIGEST_HEADER: protocol.digest(body)}, kind)
+
+
 def _parsed(decode: Callable[[bytes], Any], body: bytes) -> Any:
     try:
         return decode(body)
@@ -166,14 +170,14 @@ def _api_keys(args: Any) -> list[str]:
 
 
 async def _unless_disconnected(answer: Awaitable[bytes], receive: Receive) -> bytes:
-    """The answer, or `_Disconnected` as soon as the client hangs up: its request is then aborted in the engine."""
+    """The answer, or `ClientDisconnect` as soon as the client hangs up: its request is then aborted in the engine."""
     work = asyncio.ensure_future(answer)
     gone = asyncio.ensure_future(_disconnection(receive))
     try:
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
         if work.done():
             return work.result()
-        raise _Disconnected
+        raise ClientDisconnect
     finally:
         for task in (work, gone):
             task.cancel()
@@ -184,15 +188,3 @@ async def _unless_disconnected(answer: Awaitable[bytes], receive: Receive) -> by
 async def _disconnection(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _send(send: Send, status: int, body: bytes, gzipped: bool) -> None:
-    digest = protocol.digest(body).encode()
-    headers = [(b"content-type", b"application/json"), (protocol.DIGEST_HEADER.encode(), digest)]
-    if gzipped and len(body) > _GZIP_FROM:
-        # The fastest level already undoes what base64 added.
-        body = gzip.compress(body, compresslevel=1)
-        headers.append((b"content-encoding", b"gzip"))
-    headers.append((b"content-length", str(len(body)).encode()))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

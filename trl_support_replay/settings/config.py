@@ -191,13 +191,6 @@ class ReplayConfig(_TRLConfig):
             "altogether is vllm_server_timeout."
         },
     )
-    vllm_server_compression: bool = field(
-        default=False,
-        metadata={
-            "help": "Ask servers for gzip: about a third fewer bytes, and about twice the time to read them. For slow "
-            "networks."
-        },
-    )
     weight_sync: str = field(
         default="nccl",
         metadata={

@@ -269,7 +269,7 @@ class SupportRows:
             place = int(np.argmax(outside))
             limit = "is negative" if vocab_size is None else f"is outside a vocabulary of {vocab_size}"
             raise SupportError(f"{prefix}row {self._row_of(place)}: id {ids[place]} {limit}.")
-        if not self._rises():
+        if not self.rises():
             row_of = np.repeat(np.arange(len(self), dtype=np.int64), self.sizes)
             keys = np.sort((row_of << 32) | ids)  # ids are known to be non-negative
             twice = keys[1:] == keys[:-1]
@@ -285,7 +285,7 @@ class SupportRows:
                     f"{int(np.asarray(sampled_ids)[row])} is not among them."
                 )
 
-    def _rises(self) -> bool:
+    def rises(self) -> bool:
         """Whether the ids of each row rise, so that none is there twice."""
         rises = self.token_ids[1:] > self.token_ids[:-1]
         starts = self.offsets[1:-1]

@@ -16,10 +16,10 @@ from trl_support_replay.client.pool import GenerationError, ServerPool
 from trl_support_replay.client.servers import connect_vllm
 from trl_support_replay.client.transport import Retry, ServerRefusalError, ServerUnreachableError
 
-from .conftest import QUICK
-from .fakes import FakeEngine, HTTPServer, serving
+from ..server.conftest import QUICK
+from ..server.fakes import FakeEngine, HTTPServer, serving
+from ..server.test_endpoint import assert_foretold, request
 from .faulty_proxy import Fault, FaultyProxy
-from .test_endpoint import assert_foretold, request
 
 
 @pytest.fixture

@@ -25,8 +25,8 @@ from trl_support_replay.traces.columns import table_to_traces
 from trl_support_replay.traces.support import SupportRows
 from trl_support_replay.wire.protocol import GenerateRequest
 
-from .conftest import QUICK
-from .fakes import AppServer, foretold, serving
+from ..server.conftest import QUICK
+from ..server.fakes import AppServer, foretold, serving
 
 
 class SGLang:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import threading
 import time
 
@@ -18,10 +19,11 @@ from trl_support_replay.client.pool import new_request_id
 from trl_support_replay.client.prefixes import PrefixIndex
 from trl_support_replay.client.transport import Retry, ServerUnreachableError, Transport
 from trl_support_replay.settings.contract import UnreplayableSettingError
+from trl_support_replay.wire import protocol
 
-from .fakes import AppServer, FakeEngine, HTTPServer, serving
-from .test_endpoint import assert_foretold, request
-from .vllm_process import VLLMServe
+from ..server.fakes import AppServer, FakeEngine, HTTPServer, serving
+from ..server.test_endpoint import assert_foretold, request
+from ..server.vllm_process import VLLMServe
 
 
 @pytest.fixture
@@ -140,9 +142,9 @@ def test_a_base_path_is_kept(server, pool_of, engine):
         return Response(status_code=404)
 
     with serving(front_of(gateway)) as front:
-        with pytest.raises(Exception, match="404"):
+        with pytest.raises(RuntimeError, match="/team-a has no /support_replay"):
             pool_of(front.url + "/team-a/")
-    assert seen[0] == "/team-a/support_replay/v1/info"
+    assert seen[0] == "/team-a/support_replay/v2/info"
 
 
 def test_credentials_in_a_url_are_for_the_server_alone(pool_of, caplog):
@@ -171,8 +173,22 @@ def test_another_program_at_the_address_is_not_taken_for_a_server(pool_of, tmp_p
         return Response(answer)
 
     with serving(AppServer(Starlette(routes=[Route("/{path:path}", anything, methods=["GET", "POST"])]))) as server:
-        with pytest.raises(ServerUnreachableError, match="/support_replay/v1/info is no packed endpoint"):
+        with pytest.raises(ServerUnreachableError, match="/support_replay/v2/info is no packed endpoint"):
             pool_of(server.url, retry=Retry(give_up_after=0.1, first_delay=0.01))
         beside = VLLMServe("model")
         beside.url = server.url
         assert not beside._answers()
+
+
+def test_a_server_without_the_endpoint_is_refused_with_what_to_start_instead(pool_of):
+    with serving(AppServer(Starlette(routes=[Route("/v1/models", lambda _: Response(b"{}"))]))) as server:
+        with pytest.raises(RuntimeError, match=f"^{server.url} has no {protocol.INFO}.*Start it with `trl-support-rep"):
+            pool_of(server.url)
+
+
+@pytest.mark.parametrize("version", [[1, 0], [3, 4]])
+def test_a_server_of_another_major_version_is_refused(pool_of, version):
+    answer = Response(json.dumps({"version": version}))
+    with serving(AppServer(Starlette(routes=[Route(protocol.INFO, lambda _: answer)]))) as server:
+        with pytest.raises(RuntimeError, match=f"version={version[0]}.{version[1]}; this end speaks 2.0. Install"):
+            pool_of(server.url)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 import time
 
 import httpx
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from trl_support_replay.client.pool import GenerationError
 from trl_support_replay.client.transport import Retry, ServerRefusalError, ServerUnreachableError
@@ -26,131 +24,6 @@ from .test_endpoint import assert_foretold, post, request
 def versions(weights_dir):
     for name in ("v1", "v2"):
         VersionedWeights(weights_dir, "x").write(name, [("w", torch.ones(2))])
-
-
-def test_a_version_holds_every_tensor_bit_for_bit(tmp_path):
-    tensors = {f"layer.{i}": torch.randn(i + 1, 5, dtype=torch.float32) for i in range(7)}
-    tensors["tied"] = tensors["layer.3"]  # the same storage under a second name
-    tensors["half"] = torch.randn(3).to(torch.bfloat16)
-    tensors["transposed"] = torch.randn(4, 6).T
-    writer = VersionedWeights(tmp_path / "new" / "folder", "run")
-    version = writer.name(3)
-    writer.write(version, tensors.items(), shard_bytes=100)
-    files = sorted((writer.folder / version).iterdir())
-    assert version == "run-000003" and len(files) > 3
-    loaded = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    assert loaded.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert torch.equal(loaded[name], tensor) and loaded[name].dtype == tensor.dtype
-
-
-def test_a_tensor_that_is_gone_after_it_was_taken_is_still_written(tmp_path):
-    def gathered():
-        for i in range(3):
-            buffer = torch.full((4,), float(i))
-            yield f"w{i}", buffer
-            buffer.fill_(float("nan"))  # as a gathered parameter is partitioned again
-
-    writer = VersionedWeights(tmp_path, "run")
-    writer.write("v", gathered())
-    loaded = load_file(tmp_path / "v" / "00000.safetensors")
-    assert [loaded[f"w{i}"][0].item() for i in range(3)] == [0.0, 1.0, 2.0]
-
-
-def test_an_interrupted_write_leaves_nothing(tmp_path):
-    def broken():
-        yield "w", torch.ones(100)
-        raise RuntimeError("lost a rank")
-
-    writer = VersionedWeights(tmp_path, "run")
-    with pytest.raises(RuntimeError, match="lost a rank"):
-        writer.write("v", broken(), shard_bytes=10)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_version_appears_only_when_it_is_whole(tmp_path):
-    writer = VersionedWeights(tmp_path, "run")
-    seen = []
-
-    def watched():
-        for i in range(3):
-            yield f"w{i}", torch.ones(10)
-            seen.append((tmp_path / "v").exists())
-
-    writer.write("v", watched(), shard_bytes=10)
-    assert seen == [False, False, False] and (tmp_path / "v").is_dir()
-
-
-def test_only_older_versions_of_the_same_run_are_removed(tmp_path):
-    ours, others = VersionedWeights(tmp_path, "ours"), VersionedWeights(tmp_path, "others")
-    for writer in (ours, others):
-        for number in (1, 2, 3, 10):
-            writer.write(writer.name(number), [("w", torch.ones(1))])
-    ours.remove_before(ours.name(10))
-    left = sorted(path.name for path in tmp_path.iterdir())
-    assert left == ["others-000001", "others-000002", "others-000003", "others-000010", "ours-000010"]
-
-
-ENDED, LIVING, UNCLAIMED = "a" * 12, "b" * 12, "c" * 12
-
-
-def claimed(folder, run, number=1):
-    writer = VersionedWeights(folder, run)
-    if run != UNCLAIMED:
-        writer.claim()
-    writer.write(writer.name(number), [("w", torch.ones(1))])
-    return writer
-
-
-def test_what_ended_runs_left_is_removed_by_the_next_and_nothing_else(tmp_path):
-    living, _ = claimed(tmp_path, LIVING), claimed(tmp_path, UNCLAIMED)
-    claimed(tmp_path, ENDED)  # and forgotten, as when its process ends
-    (tmp_path / f".{ENDED}-000002.partial").mkdir()  # it was killed while it wrote
-    (tmp_path / f".{ENDED}-000000.removed").mkdir()
-    for notes in (f"{ENDED}-000003", f"{ENDED}-notes", "checkpoint-1"):
-        (tmp_path / notes).mkdir()
-        (tmp_path / notes / "README").touch()
-    (tmp_path / f"{ENDED}-000004").symlink_to(tmp_path / f"{UNCLAIMED}-000001")
-    before = {path.name for path in tmp_path.iterdir()}
-    new = VersionedWeights(tmp_path, "d" * 12)
-    new.claim()
-    after = {path.name for path in tmp_path.iterdir()}
-    gone = {f"{ENDED}-000001", f".{ENDED}-000002.partial", f".{ENDED}-000000.removed", f".{ENDED}.lock"}
-    assert before - after == gone and after - before == {f".{'d' * 12}.lock"}
-    living.write(living.name(2), [("w", torch.ones(1))])
-
-
-def test_a_run_on_another_machine_has_ended_only_when_it_is_quiet(tmp_path):
-    """Some file systems keep locks to one machine."""
-    claimed(tmp_path, ENDED)
-    lock = tmp_path / f".{ENDED}.lock"
-    lock.write_text("another-machine")
-    VersionedWeights(tmp_path, LIVING).claim()
-    assert (tmp_path / f"{ENDED}-000001").is_dir()
-    day_before = time.time() - 86500
-    os.utime(lock, (day_before, day_before))
-    VersionedWeights(tmp_path, UNCLAIMED).claim()
-    assert not (tmp_path / f"{ENDED}-000001").exists()
-
-
-def test_a_version_that_is_written_tells_other_machines_that_the_run_is_alive(tmp_path):
-    writer = claimed(tmp_path, LIVING)
-    lock = tmp_path / f".{LIVING}.lock"
-    os.utime(lock, (0, 0))
-    writer.write(writer.name(2), [("w", torch.ones(1))])
-    assert time.time() - lock.stat().st_mtime < 60
-
-
-def test_without_file_locks_nothing_is_removed(tmp_path, monkeypatch):
-    claimed(tmp_path, ENDED)
-    before = set(tmp_path.iterdir())
-
-    def no_locks(*_):
-        raise OSError("Function not implemented")
-
-    monkeypatch.setattr("fcntl.flock", no_locks)
-    VersionedWeights(tmp_path, LIVING).claim()
-    assert set(tmp_path.iterdir()) == before
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,2 @@
+from ..server.conftest import pool_of  # noqa: F401
+from ..trainers.conftest import build  # noqa: F401
