@@ -27,9 +27,11 @@ BLOCK_ROWS = {"cpu": 32, "cuda": 128}
 PART_COLUMNS = 8192
 
 # What a union product costs, in units of one pair computed alone (a dot product that is bound by memory): per cell of
-# the product, and per gathered row. Measured on one core with AVX-512, float32; see benchmarks/scorer_crossover.py.
+# the product, and per head row that is gathered, or read in place. Measured on one core with AVX-512, float32; see
+# benchmarks/scorer_crossover.py.
 CELL_COST = 1 / 32
 GATHER_COST = 1.5
+READ_COST = 1.0
 
 
 @dataclass(frozen=True)
@@ -150,9 +152,16 @@ def make_plan(
     blocks = list(_narrow_blocks(rows[:first_wide], *pairs, place_of[narrow_ids], union, kernel, step))
     for first, block in zip(range(first_wide, len(rows), step), of_wide, strict=True):
         last = min(first + step, len(rows))
+        run = slice(*row_offsets[[first, last]].tolist())
+        width, cost = stop - start, READ_COST
+        if block.columns is not None:
+            width, cost = len(block.columns), GATHER_COST
+        if kernel != "union" and len(block.ids) <= width * ((last - first) * CELL_COST + cost):
+            of_rows = rows[first:last], row_offsets[first : last + 1], pair_rows[run] - first
+            blocks.append(_sparse_block(*of_rows, block.ids, place_of[block.ids], union, kernel))
+            continue
         parts = _whole(stop - start) if block.columns is None else _parts(block.columns)
         places_of = parts if block.columns is None else _parts(place_of[block.columns])
-        run = slice(*row_offsets[[first, last]].tolist())
         blocks.append(UnionBlock(_tensor(rows[first:last]), parts, places_of, run, _tensor(block.cells)))
     plan = CandidatePlan(
         rows=_tensor(rows),
