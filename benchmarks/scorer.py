@@ -12,7 +12,8 @@ system to clear the pages that it does not touch, and this shows what the rest o
 which hold 512 rows of 1,024 values, hardly any page stays untouched.
 
 Supports: `realistic` has 47 % singletons, median 2, mean about 8, 99th percentile about 109; `k20` and `k64` have that
-many ids in every row; `wide` has one row of 20,000 ids among singletons. Ids are Zipf-distributed, or uniform (`--ids
+many ids in every row; `wide` has one row of 20,000 ids among singletons; `p95` is like SmolLM2's nucleus of 0.95 at
+temperature 1: median 157, mean about 490, largest 9,201. Ids are Zipf-distributed, or uniform (`--ids
 uniform`), where no two tokens share candidates.
 
 Times are medians, of the wall clock and of the processor time of all threads; the latter with `--threads 1` is what can
@@ -45,7 +46,7 @@ from trl_support_replay.scoring import LMHead, SupportCSR, score_support
 from .scorer_baselines import BASELINES, DENSE
 
 DATA = Path(__file__).parent / "data"
-SUPPORTS = ("realistic", "k20", "k64", "wide")
+SUPPORTS = ("realistic", "k20", "k64", "wide", "p95")
 CONTENDERS = ("replay", "replay_read", *BASELINES)
 
 
@@ -61,6 +62,8 @@ def make_sizes(kind: str, num_tokens: int, rng: np.random.Generator) -> np.ndarr
     """`[N]` support sizes of a kind among `SUPPORTS`."""
     if kind == "realistic":
         return realistic_sizes(num_tokens, rng)
+    if kind == "p95":
+        return np.clip(np.exp(rng.normal(np.log(157), 1.52, num_tokens)), 1, 9_201).astype(np.int64)
     sizes = np.ones(num_tokens, np.int64)
     if kind == "wide":
         sizes[num_tokens // 2] = 20_000
