@@ -94,17 +94,6 @@ def test_prefix_leaves_the_last_token_uncaptured():
         RoutedExperts.from_prefix(experts, 1, num_experts=4, where="request 7")
 
 
-def test_select_layers_by_global_number():
-    experts = np.arange(8).reshape(1, 4, 2)
-    routes = RoutedExperts(experts, num_experts=8, layers=[1, 2, 5, 6])
-    stage = routes.select_layers([2, 6])
-    assert stage.layers == (2, 6) and stage.experts.tolist() == [[[2, 3], [6, 7]]]
-    with pytest.raises(RoutesError, match=r"No routes for layers \[3\]: there are routes for layers \(1, 2, 5, 6\)"):
-        routes.select_layers([3])
-    with pytest.raises(RoutesError, match=r"\(6, 2\) are not strictly increasing"):
-        routes.select_layers([6, 2])
-
-
 def test_duplicate_experts_are_refused_where_they_stand():
     experts = np.array([[[0, 1], [1, 2]], [[3, 2], [0, 0]]])
     with pytest.raises(RoutesError, match=r"request 4: token 1, layer 9: expert 0 appears twice in \[0, 0\]"):

@@ -162,11 +162,6 @@ class RoutedExperts:
         """Number of captured tokens before the first uncaptured one."""
         return len(self) if self.captured.all() else int(np.argmin(self.captured))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held by ids and mask."""
-        return self.experts.nbytes + self.captured.nbytes
-
     def to_int64(self) -> np.ndarray:
         """`[T, L, k]` int64 ids, as index operations want them. Slice first: this copies."""
         return self.experts.astype(np.int64)
@@ -191,22 +186,6 @@ class RoutedExperts:
         experts[~absent] = self.experts[indices[~absent]]
         captured[~absent] = self.captured[indices[~absent]]
         return self._like(experts, captured)
-
-    def select_layers(self, layers: Sequence[int]) -> RoutedExperts:
-        """The columns of these global layer numbers, for example those a pipeline stage owns.
-
-        Raises:
-            RoutesError: a layer without routes, or numbers that are not strictly increasing.
-        """
-        column = {layer: i for i, layer in enumerate(self.layers)}
-        unknown = [layer for layer in layers if layer not in column]
-        if unknown:
-            raise RoutesError(f"No routes for layers {unknown}: there are routes for layers {self.layers}.")
-        if list(layers) != sorted(set(layers)):
-            raise RoutesError(f"Layers {tuple(layers)} are not strictly increasing.")
-        new = object.__new__(RoutedExperts)
-        new._set(self.experts[:, [column[n] for n in layers]], self.captured, tuple(layers), self.num_experts)
-        return new
 
     def check(
         self,
