@@ -15,8 +15,8 @@ from .datasets import DATASET_MAPS
 _NEED_MATH_VERIFY = ("accuracy_reward", "reasoning_accuracy_reward")
 
 
-def imported(option: str, name: str, known: tuple[str, ...] = ()) -> Any:
-    """What a dotted path names, importable also from the current folder.
+def _function(option: str, name: str, known: tuple[str, ...] = ()) -> Callable[..., Any]:
+    """The function that a dotted path names, importable also from the current folder.
 
     Args:
         option: the option that gave the name, for errors.
@@ -24,7 +24,7 @@ def imported(option: str, name: str, known: tuple[str, ...] = ()) -> Any:
         known: short names that the option takes as well, for errors.
 
     Raises:
-        CommandError: there is nothing of that name.
+        CommandError: there is nothing of that name, or it cannot be called.
     """
     module, _, attribute = name.rpartition(".")
     if not module:
@@ -33,13 +33,9 @@ def imported(option: str, name: str, known: tuple[str, ...] = ()) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        return getattr(importlib.import_module(module), attribute)
+        found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise CommandError(f"{option} {name}: {error}.") from error
-
-
-def _function(option: str, name: str, known: tuple[str, ...] = ()) -> Callable[..., Any]:
-    found = imported(option, name, known)
     if not callable(found):
         raise CommandError(f"{option} {name}: a {type(found).__name__} cannot be called.")
     return found
