@@ -108,12 +108,11 @@ class Trace:
         self.supports.validate(vocab_size=vocab_size, sampled_ids=self.completion_ids, where=where)
 
 
-def trace_schema(num_experts: int | None = None, extra: Mapping[str, pa.DataType] | None = None) -> pa.Schema:
+def trace_schema(num_experts: int | None = None) -> pa.Schema:
     """Arrow schema of a traces table.
 
     Args:
-        num_experts: experts a layer, when routes are recorded; it decides the width of their ids.
-        extra: further columns.
+        num_experts: experts per layer, when routes are recorded; it decides the width of their ids.
     """
     fields: dict[str, pa.DataType] = {
         "prompt_ids": pa.list_(pa.int32()),
@@ -138,7 +137,7 @@ def trace_schema(num_experts: int | None = None, extra: Mapping[str, pa.DataType
         DIGEST: pa.uint32(),
         "schema_version": pa.int32(),
     }
-    return pa.schema(list((fields | dict(extra or {})).items()))
+    return pa.schema(list(fields.items()))
 
 
 OWN_COLUMNS = frozenset((*trace_schema(num_experts=1).names, REWARD_DIGEST))
