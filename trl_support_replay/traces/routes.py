@@ -206,18 +206,11 @@ class RoutedExperts:
     def __len__(self) -> int:
         return len(self.experts)
 
-    def __getitem__(self, index: Any) -> RoutedExperts:
-        """Tokens by slice (a view), integer array, list or boolean mask."""
-        if isinstance(index, slice):
-            return self._like(self.experts[index], self.captured[index])
-        index = np.asarray(index)
-        if index.ndim != 1 or index.dtype.kind not in "iub" and index.size:
-            raise TypeError(f"Tokens are selected by slice, integer array or boolean mask, not by {index!r}.")
-        if index.dtype == bool and index.shape != (len(self),):
-            raise RoutesError(f"A mask of {len(index)} selects among {len(self)} rows of routes.")
-        if index.dtype != bool:
-            index = index.astype(np.int64)
-        return self._like(self.experts[index], self.captured[index])
+    def __getitem__(self, tokens: slice) -> RoutedExperts:
+        """The tokens of a slice, as a view; `take` gives any others."""
+        if not isinstance(tokens, slice):
+            raise TypeError(f"Tokens are selected by a slice, or by `take`, not by {tokens!r}.")
+        return self._like(self.experts[tokens], self.captured[tokens])
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RoutedExperts):
