@@ -101,12 +101,12 @@ def test_mappings_may_be_json_and_merged_ones_are_not_read(write):
     assert second.unread == {"generation_kwargs": "{**extra, 'seed': 1}"}
 
 
-def test_names_that_are_misspelt_are_named(write, capsys):
+def test_unknown_names_are_named(write, capsys):
     assert main(["check", str(write("a.yaml", "top_p: 0.9\ntopk: 20\ndataset_name: mine\n"))]) == 2
     assert "unknown option --topk. Did you mean --top_k?" in capsys.readouterr().err
     assert main(["check", str(write("a.py", "GRPOConfig('out', top_p=0.9, topk=20, zzz=1)"))]) == 1
     text = capsys.readouterr().out
-    assert "unknown: there is no setting topk. Did you mean top_k?" in text
+    assert "unknown: there is no setting topk.\n" in text
     assert "unknown: there is no setting zzz.\n" in text
 
 

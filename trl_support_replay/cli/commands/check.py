@@ -40,12 +40,12 @@ def main(argv: Sequence[str]) -> int:
     stops = False
     for number, found in enumerate(read_settings(options.file)):
         verdict = judge(found.args, found.algorithm)
-        stops |= bool(verdict.refused or found.misspelt)
+        stops |= bool(verdict.refused or found.unknown)
         print(("" if number == 0 else "\n") + f"{found.where}: {_summary(verdict, found.unread)}")
         for error in verdict.refused:
             print(f"  refused: {error}")
-        for name, close in found.misspelt.items():
-            print(f"  unknown: there is no setting {name}." + (f" Did you mean {close}?" if close else ""))
+        for name in found.unknown:
+            print(f"  unknown: there is no setting {name}.")
         for name, text in found.unread.items():
             print(f"  not read: {name}={text}, which only a run would tell")
         if verdict.sampling.truncates:

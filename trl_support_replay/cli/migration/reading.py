@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
-import difflib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -32,7 +31,7 @@ class FoundSettings:
         where: file and line.
         args: every setting: as written, or else its default.
         unread: name to source text of those that only a run would tell.
-        misspelt: names that no configuration has, with the nearest that it has, or "".
+        unknown: names that no configuration has.
         algorithm: "GRPO" or "RLOO".
         imports: lines that import TRL's classes, as `(line number, text)`.
         moved: whether it is a configuration of this package already.
@@ -41,7 +40,7 @@ class FoundSettings:
     where: str
     args: Any
     unread: Mapping[str, str] = field(default_factory=dict)
-    misspelt: Mapping[str, str] = field(default_factory=dict)
+    unknown: tuple[str, ...] = ()
     algorithm: str = "GRPO"
     imports: tuple[tuple[int, str], ...] = ()
     moved: bool = False
@@ -104,8 +103,8 @@ def _from_python(tree: ast.Module, name: str) -> list[FoundSettings]:
         algorithm = "RLOO" if "RLOO" in config else "GRPO"
         args = _defaults(SupportReplayRLOOConfig if algorithm == "RLOO" else SupportReplayGRPOConfig)
         names = vars(args).keys()
-        misspelt = {n: next(iter(difflib.get_close_matches(n, names, 1)), "") for n in values if n not in names}
-        vars(args).update({n: value for n, value in values.items() if n not in misspelt})
+        unknown = tuple(n for n in values if n not in names)
+        vars(args).update({n: value for n, value in values.items() if n in names})
         # Of whatever object: it may be this configuration.
         unread |= {
             ast.unparse(target): ast.unparse(node.value)
@@ -115,7 +114,7 @@ def _from_python(tree: ast.Module, name: str) -> list[FoundSettings]:
             if isinstance(target, ast.Attribute) and target.attr in SAMPLING
         }
         moved = config in _OURS.values()
-        found.append(FoundSettings(f"{name}:{call.lineno}", args, unread, misspelt, algorithm, lines, moved))
+        found.append(FoundSettings(f"{name}:{call.lineno}", args, unread, unknown, algorithm, lines, moved))
     return found
 
 
