@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -46,14 +46,8 @@ class Tokens:
         return self._changed(lambda values: values[:, positions], self.support.take(rows.flatten().numpy()))
 
     def _changed(self, change: Callable[[torch.Tensor], torch.Tensor], support: SupportRows) -> Tokens:
-        return Tokens(
-            change(self.input_ids),
-            change(self.position_ids),
-            change(self.target_ids),
-            change(self.loss_mask),
-            change(self.recorded_logprobs),
-            support,
-        )
+        changed = {f.name: change(getattr(self, f.name)) for f in fields(self) if f.name != "support"}
+        return Tokens(**changed, support=support)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -80,16 +81,10 @@ class RouteBatch:
         self.num_uncaptured = captured.numel() - self.num_captured - int(padding.sum())
 
     @classmethod
-    def _checked(
-        cls,
-        experts: torch.Tensor,
-        captured: torch.Tensor,
-        padding: torch.Tensor,
-        layers: tuple[int, ...] | None,
-        num_experts: int,
-    ) -> RouteBatch:
+    def _checked(cls, *fields: Any) -> RouteBatch:
+        """A batch with these fields, in the order of `_set`, whose ids were checked before."""
         batch = object.__new__(cls)
-        batch._set(experts, captured, padding, layers, num_experts)
+        batch._set(*fields)
         return batch
 
     @classmethod
@@ -127,21 +122,14 @@ class RouteBatch:
             experts[row, start:stop] = routes.experts
             captured[row, start:stop] = routes.captured
             padding[row, start:stop] = False
-        return cls._checked(
-            torch.from_numpy(experts),
-            torch.from_numpy(captured),
-            torch.from_numpy(padding),
-            first.layers,
-            first.num_experts,
-        )
+        tensors = map(torch.from_numpy, (experts, captured, padding))
+        return cls._checked(*tensors, first.layers, first.num_experts)
 
     def split(self, size: int) -> list[RouteBatch]:
         """Parts of at most `size` samples, for a forward that is run in several calls."""
         return [
-            self._checked(experts, captured, padding, self.layers, self.num_experts)
-            for experts, captured, padding in zip(
-                self.experts.split(size), self.captured.split(size), self.padding.split(size), strict=True
-            )
+            self._checked(*part, self.layers, self.num_experts)
+            for part in zip(self.experts.split(size), self.captured.split(size), self.padding.split(size), strict=True)
         ]
 
     def to(self, device: torch.device | str) -> RouteBatch:
