@@ -1,4 +1,4 @@
-"""Which versions this package works with, and what can be replayed on this machine.
+"""Supported versions of libraries, and what can be replayed on this machine.
 
 The supported ranges live here; those in the package's metadata are tested against them. Versions are read from the
 installed metadata, so that nothing heavy is imported to find out that something does not fit.

@@ -174,7 +174,7 @@ def traces_to_table(
     Args:
         traces: with routes all, or none.
         model, model_revision: what sampled. Of a folder given by its absolute path only the name is kept: tables are
-            published, and where a model lies on a machine is its owner's business.
+            published, and paths on a machine are private.
         sampling: `temperature`, `top_p`, `top_k`, `min_p`, `seed`.
         engine: `name`, `version`.
         types: Arrow types of extra columns over the whole dataset; what is missing there is inferred.
@@ -229,7 +229,7 @@ def traces_to_table(
 
 
 def _extra_column(name: str, values: Sequence[Any], kind: pa.DataType | None) -> pa.Array:
-    """Of the type that the dataset has, where the values are of it; else as Arrow infers it.
+    """An array of the dataset's type; where the values do not fit it, of the type that Arrow infers.
 
     Readers of several shards take the type of the first, and what one shard shows (nulls only) may fit no other.
     """

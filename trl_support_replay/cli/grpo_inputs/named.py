@@ -1,4 +1,4 @@
-"""Rewards, tools and dataset maps, by the names that a command line or YAML file gives them."""
+"""Finds rewards, tools and dataset maps by the names in a command line or YAML file."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def tool_functions(script_args: Any) -> list[Callable[..., Any]] | None:
 
 
 def dataset_map(script_args: Any) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
-    """The function that makes rows with prompts of the dataset's own; `None` when they are used as they are.
+    """The function that maps a row of the dataset to one with a prompt; `None` when rows are used as they are.
 
     Raises:
         CommandError: a name that is unknown, or of something that cannot be called.

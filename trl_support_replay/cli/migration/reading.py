@@ -18,7 +18,7 @@ from ..grpo_inputs import input_errors
 
 # TRL's classes, and those that take their place.
 _OURS = {f"{name}{kind}": f"SupportReplay{name}{kind}" for name in ("GRPO", "RLOO") for kind in ("Config", "Trainer")}
-# Without these it is not known whether something is truncated.
+# Settings that decide whether tokens are truncated.
 SAMPLING = {"top_k", "top_p", "min_p", "generation_kwargs", "use_vllm"}
 _CONFIGS = [name for pair in _OURS.items() for name in pair if name.endswith("Config")]
 
@@ -30,7 +30,7 @@ class FoundSettings:
     Attributes:
         where: file and line.
         args: every setting: as written, or else its default.
-        unread: name to source text of those that only a run would tell.
+        unread: name to source text of the settings whose values only a run would tell.
         unknown: names that no configuration has.
         algorithm: "GRPO" or "RLOO".
         imports: lines that import TRL's classes, as `(line number, text)`.
@@ -75,7 +75,7 @@ def read_settings(path: Path) -> list[FoundSettings]:
 
 
 def replaced_import(text: str) -> str:
-    """The import to write in the place of one of TRL's: ours under the same names, what else it names left to TRL.
+    """The import that replaces one of TRL's: our classes under the same names, and the rest still from TRL.
 
     Args:
         text: one `from ... import ...` statement.
@@ -105,7 +105,7 @@ def _from_python(tree: ast.Module, name: str) -> list[FoundSettings]:
         names = vars(args).keys()
         unknown = tuple(n for n in values if n not in names)
         vars(args).update({n: value for n, value in values.items() if n in names})
-        # Of whatever object: it may be this configuration.
+        # An assignment to an attribute of any object: it may be this configuration.
         unread |= {
             ast.unparse(target): ast.unparse(node.value)
             for node in nodes

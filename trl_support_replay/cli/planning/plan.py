@@ -27,7 +27,7 @@ from .launch import Launch
 from .memory import GIB, UNBOUNDED_SUPPORT, Batch, Item, batch_items, compute_bytes, model_items, traces_item
 from .shapes import ModelShapes, read_shapes
 
-# What is taken for the longest prompt when the model's length in the engine does not bound it.
+# Assumed length of the longest prompt when the model's length in the engine does not bound it.
 _PROMPT = 512
 
 
@@ -87,7 +87,7 @@ def plan_run(argv: Sequence[str], accelerate_options: Sequence[str]) -> RunPlan:
         CommandError: a reward, tool or map that is not there, or no model.
     """
     launch = Launch.read(accelerate_options)
-    # Plans for GPUs are made on machines without them, too.
+    # Plans for GPUs are also made on machines without GPUs.
     with rebound(transformers.training_args, is_torch_bf16_gpu_available=lambda: True):
         script, training, model, mixture = parse(argv, _planned_config(launch.replicas))
     if not model.model_name_or_path:
