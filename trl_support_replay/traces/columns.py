@@ -314,7 +314,7 @@ def _lists(rows: Sequence[np.ndarray], dtype: Any) -> pa.ListArray:
 
 
 def _support_lists(supports: Sequence[SupportRows]) -> pa.ListArray:
-    whole = SupportRows.concatenate(list(supports)) if len(supports) else SupportRows.empty(0)
+    whole = SupportRows.concatenate(supports)
     inner = pa.ListArray.from_arrays(_offsets(whole.sizes, "support_ids"), pa.array(whole.token_ids))
     return pa.ListArray.from_arrays(_offsets([len(rows) for rows in supports], "support_ids"), inner)
 
