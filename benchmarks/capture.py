@@ -12,12 +12,13 @@ the same round.
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import statistics
 import time
 from pathlib import Path
 from typing import Any
+
+from .results import write_rows
 
 FILE = Path(__file__).parent / "data" / "capture.csv"
 FIELDS = ("sampling", "capture", "round", "tokens", "ids_mean", "cpu_seconds", "tokens_per_cpu_second", "of_plain")
@@ -98,10 +99,7 @@ def main() -> None:
                 ratio = round(one["tokens_per_cpu_second"] / plain, 3)
                 found.append({"sampling": sampling, "capture": name, "round": number, **one, "of_plain": ratio})
                 print(found[-1], flush=True)
-        with FILE.open("w", newline="") as file:
-            writer = csv.DictWriter(file, FIELDS)
-            writer.writeheader()
-            writer.writerows(found)
+        write_rows(FILE, found, FIELDS)
     for sampling in SAMPLINGS:
         for name in CAPTURES[1:]:
             ratios = [row["of_plain"] for row in found if (row["sampling"], row["capture"]) == (sampling, name)]

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import csv
 from importlib import metadata
 from pathlib import Path
 
@@ -35,6 +34,7 @@ from trl_support_replay.cli.demo.task import sums
 from trl_support_replay.engines.transformers_generate import ScoresRecorder, recording
 from trl_support_replay.traces.columns import Trace
 
+from .results import write_rows
 from .scorer_report import with_table
 
 DATA = Path(__file__).parent / "data" / "check_power.csv"
@@ -274,10 +274,7 @@ def main() -> None:
         if args.keep:
             torch.save((traces, scores), args.keep)
     rows = measure(traces, tokens, scores)
-    with open(DATA, "w", newline="") as file:
-        writer = csv.DictWriter(file, rows[-1])
-        writer.writeheader()
-        writer.writerows(rows)
+    write_rows(DATA, rows, list(rows[-1]))
     PAGE.write_text(with_table(PAGE.read_text(), table(rows), START))
     print(f"written: {DATA}, {PAGE}")
 

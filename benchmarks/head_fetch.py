@@ -12,7 +12,6 @@ receives: of the head's rows in forward (and once more in backward, where FSDP2 
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import statistics
 import tempfile
@@ -29,6 +28,7 @@ from torch.distributed.fsdp import fully_shard
 
 from trl_support_replay.scoring import ModelHead, SupportCSR, row_fetch, score_support
 
+from .results import write_rows
 from .scorer import DATA, processor_name
 
 PARTS = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5)
@@ -124,10 +124,7 @@ def main() -> None:
         rows = mp.Manager().list()
         mp.spawn(run, args=(os.path.join(folder, "store"), args, rows), nprocs=args.ranks)
         found = list(rows)
-    with open(args.output, "w", newline="") as file:
-        writer = csv.DictWriter(file, found[0])
-        writer.writeheader()
-        writer.writerows(found)
+    write_rows(args.output, found)
     print(f"written: {args.output}")
 
 

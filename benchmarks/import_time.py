@@ -9,7 +9,6 @@ a busy machine shows less in them; the cases take turns.
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import platform
 import resource
@@ -19,6 +18,8 @@ from importlib import metadata
 from pathlib import Path
 
 import numpy as np
+
+from .results import write_rows
 
 DATA = Path(__file__).parent / "data" / "import_time.csv"
 CASES = {
@@ -74,10 +75,7 @@ def main() -> None:
             | machine
         )
         print(f"{name:45} {median:7.2f} s {median / stock:6.2f} x")
-    with open(options.output, "w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    write_rows(options.output, rows)
 
 
 if __name__ == "__main__":

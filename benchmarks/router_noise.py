@@ -10,7 +10,6 @@ model without noise. One engine a process: vLLM sets up its groups for experts o
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import subprocess
@@ -27,6 +26,8 @@ from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 from trl_support_replay.analysis.audit import audit_traces, load_traces
 from trl_support_replay.routing import RouterReplay
 from trl_support_replay.traces.columns import Trace, traces_to_table
+
+from .results import write_rows
 
 HERE = Path(__file__).parent
 DATA = HERE / "data" / "router_noise.csv"
@@ -173,10 +174,7 @@ def main() -> None:
                 }
             )
             print(f"noise {noise:<6g} {way:>20} replayed: gap mean {found['gap_mean']:.2e}, max {found['gap_max']:.2e}")
-    with open(DATA, "w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
+    write_rows(DATA, rows)
     draw(rows)
     print(f"written: {DATA}, {FIGURE}")
 

@@ -13,7 +13,6 @@ itself holding int32 nested lists (tokens of layers of experts); on the wire, as
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import platform
 import time
@@ -34,6 +33,8 @@ from trl_support_replay.traces.columns import Trace, traces_to_table
 from trl_support_replay.traces.routes import RoutedExperts
 from trl_support_replay.traces.support import SupportRows
 from trl_support_replay.wire.arrays import Array
+
+from .results import write_rows
 
 DATA = Path(__file__).parent / "data"
 # name: layers with experts, experts, top-k
@@ -187,10 +188,7 @@ def _parquet_bytes(table: pa.Table) -> int:
 def _write(path: Path, rows: list[dict[str, Any]], machine: dict[str, Any]) -> None:
     for row in rows:
         print("  ".join(f"{key} {value}" for key, value in row.items()))
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=[*rows[0], *machine], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(row | machine for row in rows)
+    write_rows(path, [row | machine for row in rows])
     print(f"wrote {path}\n")
 
 

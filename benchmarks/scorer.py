@@ -183,7 +183,7 @@ def child(args: argparse.Namespace) -> None:
     print(json.dumps({"mib": (peak + untouched) / 2**20}))
 
 
-def processor_name(device: str) -> str:
+def processor_name(device: str = "cpu") -> str:
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name()
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []

@@ -10,7 +10,6 @@ the constants of `trl_support_replay/scoring/plan.py`. Processor time on one thr
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
 import statistics
 import time
@@ -22,6 +21,7 @@ import torch
 
 from trl_support_replay.scoring import LMHead, SupportCSR, plan, score_support
 
+from .results import write_rows
 from .scorer import DATA, processor_name
 
 
@@ -118,10 +118,7 @@ def main() -> None:
         f"a pair: {pair * 1e6:.2f} us; a cell of a union product: {cell / pair:.4f} pairs; "
         f"a gathered row: {row / pair:.2f} pairs"
     )
-    with open(args.output, "w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
+    write_rows(args.output, rows)
     print(f"written: {args.output}")
 
 

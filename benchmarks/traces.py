@@ -14,7 +14,6 @@ which nothing compresses, or Zipf-distributed.
 from __future__ import annotations
 
 import argparse
-import csv
 import gc
 import itertools
 import json
@@ -37,6 +36,8 @@ from trl_support_replay.traces.columns import Trace, table_to_traces, traces_to_
 from trl_support_replay.traces.digest import DIGEST
 from trl_support_replay.traces.shards import ShardFolder
 from trl_support_replay.traces.support import SupportRows
+
+from .results import write_rows
 
 VOCAB_SIZE = 151_936
 DATA = Path(__file__).parent / "data" / "traces.csv"
@@ -169,11 +170,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             found = measure(options.tokens, ids, lengths, options.repeats, Path(folder))
             rows += [row | machine for row in found]
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    with open(options.output, "w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    write_rows(options.output, rows)
     for row in rows:
         case = f"{row['ids']:8} {row['traces']:4} traces  {row['kept_as']:8} {row['loaded_as']:26}"
         speed = f"{row['load_cpu_ms_median']:8.2f} ms {row['times_arrow_arrays']:6.1f} x"

@@ -87,7 +87,7 @@ def test_yaml_is_read_as_the_command_reads_it(write):
     (found,) = read_settings(write("grpo.yaml", text + "num_processes: 2\nmodel_name_or_path: mine\n"))
     args = found.args
     assert (args.use_vllm, args.top_p, args.top_k, args.max_completion_length) == (True, 0.9, 20, 512)
-    assert judge(args).replayed
+    assert judge(args).sampling.truncates and not judge(args).refused
 
 
 def test_mappings_may_be_json_and_merged_ones_are_not_read(write):
@@ -97,16 +97,16 @@ def test_mappings_may_be_json_and_merged_ones_are_not_read(write):
         b = GRPOConfig("out", top_p=0.9, generation_kwargs={**extra, "seed": 1})
     """
     first, second = read_settings(write("train.py", script))
-    assert judge(first.args).replayed
+    assert judge(first.args).sampling.truncates and not judge(first.args).refused
     assert second.unread == {"generation_kwargs": "{**extra, 'seed': 1}"}
 
 
-def test_names_that_are_misspelt_are_named(write, capsys):
+def test_unknown_names_are_named(write, capsys):
     assert main(["check", str(write("a.yaml", "top_p: 0.9\ntopk: 20\ndataset_name: mine\n"))]) == 2
     assert "unknown option --topk. Did you mean --top_k?" in capsys.readouterr().err
     assert main(["check", str(write("a.py", "GRPOConfig('out', top_p=0.9, topk=20, zzz=1)"))]) == 1
     text = capsys.readouterr().out
-    assert "unknown: there is no setting topk. Did you mean top_k?" in text
+    assert "unknown: there is no setting topk.\n" in text
     assert "unknown: there is no setting zzz.\n" in text
 
 
@@ -261,7 +261,7 @@ def test_impossible_figures_are_refused(write, capsys, arguments):
 @pytest.mark.parametrize("recipe", sorted(Path("recipes").glob("*.yaml")), ids=lambda p: p.stem)
 def test_our_own_recipes_pass(recipe):
     (found,) = read_settings(recipe)
-    assert judge(found.args).replayed
+    assert judge(found.args).sampling.truncates and not judge(found.args).refused
 
 
 def test_the_verdict_is_that_of_the_configuration_itself(write, tmp_path):

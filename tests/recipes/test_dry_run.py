@@ -10,8 +10,8 @@ import yaml
 from trl_support_replay.cli.commands import grpo
 from trl_support_replay.cli.grpo_inputs.arguments import launch_options
 from trl_support_replay.cli.main import main
-from trl_support_replay.cli.planning import make_plan
 from trl_support_replay.cli.planning.launch import Launch
+from trl_support_replay.cli.planning.plan import plan_run
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -45,7 +45,7 @@ def test_recipe_is_planned_and_fits(recipe, smollm2_path, capsys):
     assert main(["grpo", *arguments, "--dry_run", "true"]) == 0
     text = capsys.readouterr().out
     assert "are needed, and nine tenths" not in text  # of the devices that its header names
-    plan = make_plan(arguments, launch_options(arguments).accelerate)
+    plan = plan_run(arguments, launch_options(arguments).accelerate)
     given = yaml.safe_load(recipe.read_text())
     settings = dict(plan.settings)
     cut = "top_k" if "top_k" in given else "vllm_structured_outputs_regex"
@@ -92,7 +92,7 @@ def test_what_would_fail_later_fails_now(change, message, capsys):
 
 
 def test_without_truncation_the_plan_says_that_it_is_stock():
-    plan = make_plan([*SMALL, *REWARD], [])
+    plan = plan_run([*SMALL, *REWARD], [])
     assert "stock GRPO" in dict(plan.settings)["replay"]
     assert "traces" not in {item.name for item in plan.items}
     assert any("Nothing is replayed" in warning for warning in plan.warnings)
@@ -124,24 +124,24 @@ def test_the_plan_names_servers_without_their_credentials():
         "unread",
     ]
     urls = ["--vllm_server_urls", "http://me:secret@a:8000", "http://b:8000"]
-    engine = dict(make_plan([*SMALL, *REWARD, "--top_k", "20", *server, *urls], []).settings)["engine"]
+    engine = dict(plan_run([*SMALL, *REWARD, "--top_k", "20", *server, *urls], []).settings)["engine"]
     assert engine == "vLLM servers at http://a:8000, http://b:8000, weights over filesystem"
 
 
 def test_a_device_that_is_too_small_is_told():
     arguments = [*SMALL, *REWARD, "--top_k", "20", "--dtype", "bfloat16"]
-    assert make_plan([*arguments, "--device_memory", "24"], []).warnings == [
+    assert plan_run([*arguments, "--device_memory", "24"], []).warnings == [
         "Prompts are taken for at most 512 tokens: nothing bounds them."
     ]
-    assert "nine tenths of a device's 4 GiB are 3.6" in make_plan([*arguments, "--device_memory", "4"], []).warnings[0]
+    assert "nine tenths of a device's 4 GiB are 3.6" in plan_run([*arguments, "--device_memory", "4"], []).warnings[0]
 
 
 def test_batches_are_checked_against_the_processes_that_will_run():
     arguments = [*SMALL, *REWARD, "--per_device_train_batch_size", "1", "--num_generations", "8"]
     options = launch_options([*arguments, "--accelerate_config", "zero3"]).accelerate
-    assert "8 per generation: 1 prompts x 8" in dict(make_plan(arguments, options).settings)["batch"]
+    assert "8 per generation: 1 prompts x 8" in dict(plan_run(arguments, options).settings)["batch"]
     with pytest.raises(ValueError, match="divisible"):
-        make_plan(arguments, [*options, "--num_processes", "4"])
+        plan_run(arguments, [*options, "--num_processes", "4"])
 
 
 @pytest.mark.parametrize(

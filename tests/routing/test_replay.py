@@ -101,7 +101,10 @@ def test_layer_columns_go_by_global_number(model):
         replay.open(RouteBatch.from_samples(samples, [0, 0], WIDTH))
     every_layer = torch.cat([torch.zeros_like(own[:, :, :1]), own], dim=2)
     every_layer[:, :, 0] = torch.arange(TOP_K)
-    samples = [RoutedExperts(r.numpy(), num_experts=NUM_EXPERTS).select_layers(replay.layers) for r in every_layer]
+    samples = [
+        RoutedExperts(row[:, list(replay.layers)].numpy(), num_experts=NUM_EXPERTS, layers=replay.layers)
+        for row in every_layer
+    ]
     with replay.scope(RouteBatch.from_samples(samples, [0, 0], WIDTH)) as scope:
         model(input_ids=tokens())
     assert scope.metrics.agreement == 1

@@ -41,17 +41,13 @@ def test_holds_what_was_given_in_the_smallest_dtype(table):
 
 
 @given(tables(), st.data())
-def test_take_slice_and_mask_select_like_lists(table, data):
+def test_take_and_slice_select_like_lists(table, data):
     rows = table[0]
     routes = build(*table)
     indices = data.draw(st.lists(st.integers(-1, len(rows) - 1), max_size=8))
     assert to_lists(routes.take(indices)) == [None if i == -1 else rows[i] for i in indices]
     cut = data.draw(st.slices(len(rows)))
     assert to_lists(routes[cut]) == rows[cut]
-    mask = data.draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows)))
-    assert to_lists(routes[np.array(mask, dtype=bool)]) == [r for r, keep in zip(rows, mask, strict=True) if keep]
-    chosen = [i for i in indices if i >= 0]
-    assert to_lists(routes[chosen]) == [rows[i] for i in chosen]
 
 
 @given(st.lists(tables(num_layers=2, top_k=2, num_experts=8), min_size=1, max_size=4))
@@ -92,17 +88,6 @@ def test_prefix_leaves_the_last_token_uncaptured():
     assert routes.captured_prefix == 2 and routes.layers == (5,)
     with pytest.raises(RoutesError, match="request 7: 2 rows of routes for 1 tokens"):
         RoutedExperts.from_prefix(experts, 1, num_experts=4, where="request 7")
-
-
-def test_select_layers_by_global_number():
-    experts = np.arange(8).reshape(1, 4, 2)
-    routes = RoutedExperts(experts, num_experts=8, layers=[1, 2, 5, 6])
-    stage = routes.select_layers([2, 6])
-    assert stage.layers == (2, 6) and stage.experts.tolist() == [[[2, 3], [6, 7]]]
-    with pytest.raises(RoutesError, match=r"No routes for layers \[3\]: there are routes for layers \(1, 2, 5, 6\)"):
-        routes.select_layers([3])
-    with pytest.raises(RoutesError, match=r"\(6, 2\) are not strictly increasing"):
-        routes.select_layers([6, 2])
 
 
 def test_duplicate_experts_are_refused_where_they_stand():
@@ -167,10 +152,9 @@ def test_indices_outside_the_rows_are_refused():
     routes = RoutedExperts([[[0, 1]], [[2, 3]]], num_experts=4)
     with pytest.raises(RoutesError, match="Token index 2 is outside 2 rows"):
         routes.take([0, 2])
-    with pytest.raises(RoutesError, match="A mask of 3 selects among 2 rows"):
-        routes[np.ones(3, bool)]
-    with pytest.raises(TypeError, match="selected by slice"):
-        routes[0]
+    for index in (0, [0], np.ones(2, bool)):
+        with pytest.raises(TypeError, match="selected by a slice, or by `take`"):
+            routes[index]
 
 
 def test_empty_keeps_the_model_dimensions():

@@ -1,4 +1,4 @@
-"""Models that saved traces are scored with: loaded, and checked to fit them."""
+"""Loads the models that saved traces are scored with, and checks that they fit the traces."""
 
 from __future__ import annotations
 

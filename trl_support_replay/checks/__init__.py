@@ -1,1 +1,1 @@
-"""Replayed beside recorded log-probs: the check, its evidence, the causes of a gap, and what is logged."""
+"""Compares replayed with recorded log-probs: the check, its evidence, causes of a gap, and metrics."""

@@ -1,8 +1,8 @@
-"""Tries what a gap between replayed and recorded log-probs may come from: undo a cause, and see what is left.
+"""Finds the cause of a gap between replayed and recorded log-probs: undo one cause after another, see what is left.
 
 The trainer's check (over all processes, with a model that may be sharded) and the audit (of saved traces) try the same
 causes on the same data: flat arrays of recorded tokens. A cause is believed only when it was undone and little of the
-gap was left. Whatever was undone in vain is told with the gap that it left.
+gap was left. The report lists the other causes too, each with the gap that it left.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .recorded_gaps import RecordedGaps
 
 # A cause is believed when undoing it leaves less than this part of the gap.
 EXPLAINS = 0.1
-# Tokens with a choice below which a cause that fits can be chance.
+# With fewer tokens that had a choice, a cause may fit by chance.
 FEWEST_TOKENS = 5
 
 
@@ -68,7 +68,7 @@ def try_temperature(
         gaps: the tokens.
         replay_at: `[N]` replayed log-probs at a temperature.
         temperature: the known one.
-        said_by: who says so, as in "the traces say".
+        said_by: where the known one comes from, as in "the traces say".
     """
     gap, _ = gaps.mean(gaps.replayed - gaps.recorded)
     best, left = fit_temperature(lambda t: gaps.mean(replay_at(t) - gaps.recorded)[0], temperature / 4, temperature * 4)
@@ -88,7 +88,7 @@ def try_live_routes(gaps: RecordedGaps, live: np.ndarray, agreement: float | Non
     Args:
         gaps: the tokens, replayed through the recorded experts.
         live: `[N]` log-probs through the live routers.
-        agreement: how many of the recorded experts those would have chosen, where it is known.
+        agreement: fraction of the recorded experts that the live routers choose too, where it is known.
     """
     gap, _ = gaps.mean(gaps.replayed - gaps.recorded)
     left, _ = gaps.mean(live - gaps.recorded)
@@ -103,12 +103,12 @@ def try_live_routes(gaps: RecordedGaps, live: np.ndarray, agreement: float | Non
 
 
 def try_again(gaps: RecordedGaps, again: np.ndarray, rounding: float) -> Attempt:
-    """Score the batch once more, as it was scored before: only noise can make a difference.
+    """Score the batch once more in the same way: only noise can make a difference.
 
     Args:
         gaps: the tokens.
         again: `[N]` log-probs of the second scoring.
-        rounding: mean difference in nats that is no noise.
+        rounding: mean difference in nats that counts as rounding, not as noise.
     """
     gap, _ = gaps.mean(gaps.replayed - gaps.recorded)
     left, _ = gaps.mean(again - gaps.recorded)
@@ -124,14 +124,14 @@ def try_again(gaps: RecordedGaps, again: np.ndarray, rounding: float) -> Attempt
 
 
 def try_places(gaps: RecordedGaps) -> list[Attempt]:
-    """Leave out the tokens of one place after another: of each place that faults are known to keep to."""
+    """Leave out the tokens of one place after another: the places that known faults are limited to."""
     difference = gaps.replayed - gaps.recorded
     gap, _ = gaps.mean(difference)
     counts = np.bincount(gaps.sequence)
     worst = np.bincount(gaps.sequence, np.abs(difference)) > gap * counts
     places = {
         "the turns after the first one": gaps.later_turn,
-        # Of each process; with a top-k these are the rows that it cuts.
+        # The largest size in each process; with a top-k these are the rows that it cuts.
         "the supports of the largest size, where a top-k cuts and ties are broken": (
             (gaps.sizes == gaps.sizes.max(initial=0)) & (gaps.sizes > 1)
         ),
@@ -158,7 +158,7 @@ def _with_choice(gaps: RecordedGaps) -> int:
 
 
 def nothing_explains(attempts: Sequence[Attempt], gap: float, not_tried: Sequence[str]) -> str:
-    """What was tried in vain, and what was not tried.
+    """The finding when no cause explains the gap: what was tried, and what was not.
 
     Args:
         attempts: those that explain nothing.

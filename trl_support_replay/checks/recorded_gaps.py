@@ -1,4 +1,4 @@
-"""Recorded tokens of a batch beside their replayed log-probs, flat, with sums over all processes."""
+"""`RecordedGaps`: recorded and replayed log-probs of a batch as flat arrays, with sums over all processes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class RecordedGaps:
         recorded: np.ndarray,
         sums: SumRow,
     ) -> RecordedGaps:
-        """Look up in the completions what else there is to know."""
+        """Add the sizes of supports and the turns, which are read from the completions."""
         sizes, later_turn = np.zeros(len(sequence), dtype=np.int64), np.zeros(len(sequence), dtype=bool)
         for b, sample in enumerate(samples):
             here = sequence == b
@@ -79,7 +79,7 @@ class RecordedGaps:
         return cls.of(samples, sequence, position, flat(replayed, mask), flat(recorded, mask), sums)
 
     def mean(self, difference: np.ndarray) -> tuple[float, int]:
-        """Mean absolute value over all processes, and of how many numbers it is."""
+        """Mean absolute value over all processes, and the number of values."""
         total, count = self.sums([float(np.abs(difference).sum()), float(len(difference))]).tolist()
         return total / max(count, 1.0), int(count)
 

@@ -1,4 +1,4 @@
-"""What is logged of supports and routes, in a form that is right however it is put together.
+"""Metrics of supports and routes that add up correctly over micro-batches, steps and processes.
 
 A mean of means is wrong where their numbers of tokens differ. So a metric keeps its sum and count (or its extreme) over
 micro-batches, steps and processes, and becomes one number when it is logged. TRL averages what it is given over the
@@ -86,12 +86,12 @@ class StepMetrics:
         self._metrics: dict[str, Metric] = {}
 
     def add(self, metrics: Metrics) -> None:
-        """Join with metrics of further passes or batches, which are over all processes already."""
+        """Join with metrics of another pass or batch; they are already summed over all processes."""
         for name, metric in metrics.items():
             self._metrics[name] = metric.join(self._metrics[name]) if name in self._metrics else metric
 
     def take(self) -> dict[str, list[float]]:
-        """The step's numbers, one each, as TRL keeps them; the next step begins."""
+        """The step's numbers, one per metric, in TRL's form; starts the next step."""
         values = {name: [metric.value] for name, metric in self._metrics.items()}
         self._metrics = {}
         return values

@@ -24,7 +24,7 @@ class SupportGrowth:
     """Mass outside the supports, now and when the batch was first looked at.
 
     Args:
-        floor: mean mass inside the supports below which a warning is given, once a generation batch.
+        floor: mean mass inside the supports below which a warning is given, once per generation batch.
     """
 
     def __init__(self, floor: float):
@@ -57,7 +57,7 @@ class SupportGrowth:
         outside, growth = [np.zeros(0)], [np.zeros(0)]
         for sample, row, mask in zip(samples, mass, on, strict=True):
             inside = row[mask]
-            # The batch holds its samples as long as it lives, so an id stands for one of them.
+            # The batch keeps its samples alive, so an id stands for one of them.
             growth.append((self._first.setdefault(id(sample), inside) - inside).numpy())
             outside.append((1 - inside).numpy())
         moved, out = np.concatenate(growth), np.concatenate(outside)

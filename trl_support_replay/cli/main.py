@@ -67,11 +67,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def run(command: Callable[[Sequence[str]], int], argv: Sequence[str], debug: bool = False) -> int:
-    """Run a command; errors that the user can put right become one message.
+    """Run a command; errors that the user can correct become one message.
 
-    Every error type that this package defines has such a message. Its exit status is 2 when the input was at fault, and
-    1 when something was found wrong later. Other errors are faults of the program and keep their traceback. Of several
-    workers each says what it alone may have met; a wrong input, which all meet alike, is told once.
+    Every error type that this package defines has such a message. Its exit status is 2 when the input was wrong, and 1
+    when something was found wrong later. Other errors are faults of the program and keep their traceback. In a run of
+    several processes, the first one prints a wrong input, and every process prints its other errors.
     """
     try:
         return command(argv)
@@ -98,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _workers_told(debug: bool) -> Iterator[None]:
-    """The workers that a command launches show tracebacks as it does."""
+    """Tell the worker processes that a command starts to show tracebacks too."""
     if debug:
         os.environ[_DEBUG] = "1"
     try:

@@ -1,1 +1,1 @@
-"""What is published of a run: cards for models and traces, and their upload through `huggingface_hub`."""
+"""Publishes a run: cards for models and traces, and their upload through `huggingface_hub`."""

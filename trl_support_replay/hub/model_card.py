@@ -1,4 +1,4 @@
-"""The section of a model card that says how its tokens were sampled and scored."""
+"""Writes the section of a model card that says how its tokens were sampled and scored."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _SUMMARY: dict[str, tuple[str, Any]] = {
 
 
 def run_facts(trainer: Any) -> dict[str, str]:
-    """What a card says of a run, label by label, from a replaying trainer during or after training."""
+    """The facts of a run, by label, from a replaying trainer during or after training."""
     engine, settings, traces = engine_used(trainer), trainer.sampling_settings, trainer.args.traces_hub_id
     facts = {
         "sampling": ", ".join(filter(None, [f"temperature={settings.temperature:g}", str(settings)])),
@@ -94,7 +94,7 @@ def section(facts: Mapping[str, str]) -> str:
 
 
 def add_section(path: Path, facts: Mapping[str, str]) -> None:
-    """Put section and tags into a model card, in the place of an earlier one.
+    """Put section and tags into a model card; they replace an earlier section.
 
     Args:
         path: the card, as TRL wrote it.

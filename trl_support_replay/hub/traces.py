@@ -21,7 +21,7 @@ def traces_card(found: TraceSurvey, repo_id: str) -> DatasetCard:
     """The card of a traces dataset."""
     num, routed = found.counts["traces"], "routed_experts" in found.schema.names
     size = next((name for limit, name in _SIZES if num < limit), "n>1M")
-    # Where a model lies on the machine that sampled is nobody's business.
+    # The path of a model on the machine that sampled is not published.
     models = {Path(name).name if Path(name).is_absolute() else name for name in found.origins["model"]}
     sizes = found.sizes if len(found.sizes) else np.zeros(1)
     data = DatasetCardData(

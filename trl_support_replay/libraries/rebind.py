@@ -1,4 +1,4 @@
-"""Replaces names of another module for a while."""
+"""Replaces names of another module for the duration of a block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vLLM's CPU backend leaves undone when weights are reloaded."""
+"""Repacks weights that vLLM's CPU backend does not repack after a reload."""
 
 from __future__ import annotations
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from packaging.version import Version
+from ..libraries.environment import REQUIREMENTS, in_range
 
-SUPPORTED = ("0.16", "0.20")  # from, up to but not including
+(_SUPPORTED,) = (package.specifier for package in REQUIREMENTS if package.name == "megatron-core")
 
 
 def check_version(version: str) -> None:
     """Raise `ImportError` unless this version of megatron-core is one that routes and output layers were tried with."""
-    if not Version(SUPPORTED[0]) <= Version(version) < Version(SUPPORTED[1]):
+    if not in_range(version, _SUPPORTED):
         raise ImportError(
             f"megatron-core {version} is installed; trl_support_replay.megatron knows the routers and schedules of "
-            f"{SUPPORTED[0]} up to, but not including, {SUPPORTED[1]}. Install one of those: "
-            "pip install 'trl-support-replay[megatron]'."
+            f"{_SUPPORTED}. Install one of those: pip install 'trl-support-replay[megatron]'."
         )
 
 

@@ -1,4 +1,4 @@
-"""The routes of one rank's tokens and routers, cut out of a micro-batch's."""
+"""Cuts the routes of one rank's tokens and routers out of those of a micro-batch."""
 
 from __future__ import annotations
 

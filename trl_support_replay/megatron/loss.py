@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
@@ -51,39 +50,29 @@ def policy_loss(
     """
     if beta and ref_logprobs is None:
         raise ValueError(f"beta={beta} needs ref_logprobs.")
-    return partial(_policy_loss, tokens, advantages, num_loss_tokens, old_logprobs, ref_logprobs, epsilon, beta)
-
-
-def _policy_loss(
-    tokens: Tokens,
-    advantages: torch.Tensor,
-    num_loss_tokens: int,
-    old_logprobs: torch.Tensor | None,
-    ref_logprobs: torch.Tensor | None,
-    epsilon: float,
-    beta: float,
-    scores: torch.Tensor,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     mask = tokens.loss_mask
-    logprobs = scores[..., 0]
     old = tokens.recorded_logprobs if old_logprobs is None else old_logprobs
-    # Not sampled, so not recorded: NaN. Masked before the exponential, so that no gradient is NaN.
-    log_ratio = torch.where(mask & ~old.isnan(), logprobs - old.nan_to_num(), logprobs - logprobs.detach())
-    ratio = log_ratio.exp()
-    clipped = ratio.clamp(1 - epsilon, 1 + epsilon)
-    losses = -torch.minimum(ratio * advantages, clipped * advantages)
-    kl = torch.zeros_like(losses)
-    if ref_logprobs is not None:
-        gap = torch.where(mask, ref_logprobs - logprobs, 0)
-        kl = gap.exp() - gap - 1
-        losses = losses + beta * kl
-    loss = torch.where(mask, losses, 0).sum() / max(num_loss_tokens, 1)
-    is_clipped = (ratio * advantages > clipped * advantages) & mask
-    with torch.no_grad():
-        each = (losses, ratio, is_clipped.float(), kl, torch.ones_like(losses))
-        # In float64: float32 rounds counts above 2^24.
-        sums = torch.stack([torch.where(mask, x, 0).sum(dtype=torch.float64) for x in each])
-    return loss, {"sums": sums}
+
+    def loss(scores: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        logprobs = scores[..., 0]
+        # Not sampled, so not recorded: NaN. Masked before the exponential, so that no gradient is NaN.
+        log_ratio = torch.where(mask & ~old.isnan(), logprobs - old.nan_to_num(), logprobs - logprobs.detach())
+        ratio = log_ratio.exp()
+        clipped = ratio.clamp(1 - epsilon, 1 + epsilon)
+        losses = -torch.minimum(ratio * advantages, clipped * advantages)
+        kl = torch.zeros_like(losses)
+        if ref_logprobs is not None:
+            gap = torch.where(mask, ref_logprobs - logprobs, 0)
+            kl = gap.exp() - gap - 1
+            losses = losses + beta * kl
+        is_clipped = (ratio * advantages > clipped * advantages) & mask
+        with torch.no_grad():
+            each = (losses, ratio, is_clipped.float(), kl, torch.ones_like(losses))
+            # In float64: float32 rounds counts above 2^24.
+            sums = torch.stack([torch.where(mask, x, 0).sum(dtype=torch.float64) for x in each])
+        return torch.where(mask, losses, 0).sum() / max(num_loss_tokens, 1), {"sums": sums}
+
+    return loss
 
 
 METRICS = ("loss", "ratio", "clipped_fraction", "kl")

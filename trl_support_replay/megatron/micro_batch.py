@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
 
 from ..routing.batch import RouteBatch
 from ..traces.columns import Trace
-from ..traces.routes import RoutedExperts
 from ..traces.support import SupportRows
 from .core import PackedSeqParams
 from .sequence_shard import SequenceShard
@@ -47,14 +46,8 @@ class Tokens:
         return self._changed(lambda values: values[:, positions], self.support.take(rows.flatten().numpy()))
 
     def _changed(self, change: Callable[[torch.Tensor], torch.Tensor], support: SupportRows) -> Tokens:
-        return Tokens(
-            change(self.input_ids),
-            change(self.position_ids),
-            change(self.target_ids),
-            change(self.loss_mask),
-            change(self.recorded_logprobs),
-            support,
-        )
+        changed = {f.name: change(getattr(self, f.name)) for f in fields(self) if f.name != "support"}
+        return Tokens(**changed, support=support)
 
 
 @dataclass(frozen=True)
@@ -113,12 +106,10 @@ class MicroBatch:
         loss_mask = np.zeros(num_positions, dtype=bool)
         logprobs = np.full(num_positions, np.nan, dtype=np.float32)
         rows = np.full(num_positions, -1, dtype=np.int64)
-        padding = np.ones(num_positions, dtype=bool)
         first_row = 0
         for trace, start in zip(traces, starts, strict=True):
             ids = np.concatenate([trace.prompt_ids, trace.completion_ids])
             input_ids[start : start + len(ids)] = ids
-            padding[start : start + len(ids)] = False
             target_ids[start : start + len(ids) - 1] = ids[1:]
             # The position before a token predicts it.
             first = start + len(trace.prompt_ids) - 1
@@ -139,7 +130,12 @@ class MicroBatch:
         samples = [trace.routes for trace in traces if trace.routes is not None]
         if samples and len(samples) < len(traces):
             raise ValueError(f"{len(samples)} of {len(traces)} traces have routes; all must, or none.")
-        routes = _route_batch(samples, starts, padding.reshape(shape)) if samples else None
+        routes = None
+        if samples:
+            places = [divmod(start, shape[1]) for start in starts]
+            routes = RouteBatch.from_samples(
+                samples, [column for _, column in places], shape[1], [row for row, _ in places]
+            )
         return cls(
             tokens=tokens,
             routes=routes,
@@ -193,19 +189,3 @@ def _layout(
         lengths[-1] += size - sum(lengths)
         return lengths, [sum(lengths[:i]) for i in range(len(lengths))], (1, size)
     return [size] * len(lengths), [size * i for i in range(len(lengths))], (len(lengths), size)
-
-
-def _route_batch(samples: Sequence[RoutedExperts], starts: Sequence[int], padding: np.ndarray) -> RouteBatch:
-    rows = np.full(padding.size, -1, dtype=np.int64)
-    first_row = 0
-    for sample, start in zip(samples, starts, strict=True):
-        rows[start : start + len(sample)] = np.arange(first_row, first_row + len(sample))
-        first_row += len(sample)
-    flat = RoutedExperts.concatenate(samples).take(rows)
-    routes = RouteBatch(
-        torch.from_numpy(flat.experts).view(*padding.shape, *flat.experts.shape[1:]),
-        torch.from_numpy(flat.captured).view(padding.shape),
-        torch.from_numpy(padding),
-    )
-    routes.layers = flat.layers
-    return routes

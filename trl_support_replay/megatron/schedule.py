@@ -1,4 +1,4 @@
-"""What is open while a pipeline schedule runs: which micro-batch a router call belongs to, and its experts."""
+"""State while a pipeline schedule runs: the micro-batch that a router call belongs to, and its experts."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Several processes: what one of them meets all learn of, and policies split over them by tensor parallelism."""
+"""Runs of several processes: errors that reach all of them, and policies split by tensor parallelism."""

@@ -1,6 +1,6 @@
-"""What one process of a run meets by itself, all of them learn of.
+"""Raises an error of one process on all processes of a run.
 
-A process that raised by itself would leave the others waiting at the next collective until a time-out.
+If one process raised alone, the others would wait at the next collective until a time-out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class OtherProcessError(RuntimeError):
 
 @contextlib.contextmanager
 def agreeing() -> Iterator[None]:
-    """Around work that each process does by itself: if it fails on one process, the block raises on all.
+    """Wraps work that each process does by itself: if it fails on one process, the block raises on all.
 
     Every process has to enter the block, and no collective may run inside it. At its end the processes exchange one
     flag, and the messages if there are any. A single process exchanges nothing.
@@ -42,7 +42,7 @@ def agreeing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Around work inside a block of `agreeing_around`, also as a decorator: its failure is told to all processes.
+    """Wraps work inside a block of `agreeing_around`, also as a decorator: all processes learn of its failure.
 
     No collective may run inside, nor between here and the accelerator's next gather on the other processes.
     """
@@ -55,11 +55,11 @@ def alone() -> Iterator[None]:
 
 @contextlib.contextmanager
 def agreeing_around(accelerator: Any) -> Iterator[None]:
-    """Around code of a library that works and gathers by turns: failures in front of a gather raise on all processes.
+    """Wraps code of a library that works and gathers in turn: failures before a gather raise on all processes.
 
     The processes exchange their flags before each `accelerator.gather` and at the end. Only failures marked by `alone`
-    take part. Any other may come from a collective, in which the other processes still are: it is raised here at once,
-    as it would be without this block.
+    take part. Any other error may come from a collective that the other processes are still in: it is raised here at
+    once, as it would be without this block.
 
     Raises:
         OtherProcessError: as `agreeing`.

@@ -1,1 +1,1 @@
-"""The model that trains: its forward with support scores, and the tests that make it fit for replay."""
+"""The model that trains: its forward with support scores, and the tests that a model has to pass before."""

@@ -1,4 +1,4 @@
-"""Dropout and other noise of training mode, which no engine samples with.
+"""Switches off dropout and other noise of training mode, which no engine samples with.
 
 The engine that sampled a token ran the model without noise, so the trainer has to score it without noise too: in the
 loss as well as in the old, reference and check passes. Evaluation mode is no way out for the loss, since gradient

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -80,26 +81,27 @@ class RouteBatch:
         self.num_uncaptured = captured.numel() - self.num_captured - int(padding.sum())
 
     @classmethod
-    def _checked(
-        cls,
-        experts: torch.Tensor,
-        captured: torch.Tensor,
-        padding: torch.Tensor,
-        layers: tuple[int, ...] | None,
-        num_experts: int,
-    ) -> RouteBatch:
+    def _checked(cls, *fields: Any) -> RouteBatch:
+        """A batch with these fields, in the order of `_set`, whose ids were checked before."""
         batch = object.__new__(cls)
-        batch._set(experts, captured, padding, layers, num_experts)
+        batch._set(*fields)
         return batch
 
     @classmethod
-    def from_samples(cls, samples: Sequence[RoutedExperts], starts: Sequence[int], width: int) -> RouteBatch:
+    def from_samples(
+        cls,
+        samples: Sequence[RoutedExperts],
+        starts: Sequence[int],
+        width: int,
+        rows: Sequence[int] | None = None,
+    ) -> RouteBatch:
         """A padded batch: the tokens of sample `i` stand at positions `starts[i] …`; everything else is padding.
 
         Args:
             samples: routes of each sample's tokens, prompt and completion.
-            starts: position of each sample's first token, the number of padding positions on its left.
+            starts: position of each sample's first token in its row.
             width: `S`.
+            rows: row of each sample, from 0, where samples are packed; `None` gives each sample its own row.
 
         Raises:
             RoutesError: samples of different models, or one that does not fit, naming it and the numbers.
@@ -107,32 +109,27 @@ class RouteBatch:
         if len(samples) != len(starts) or not samples:
             raise RoutesError(f"{len(samples)} samples with routes for {len(starts)} starting positions.")
         first = samples[0]
-        experts = np.zeros((len(samples), width, *first.experts.shape[1:]), dtype=first.experts.dtype)
-        captured = np.zeros((len(samples), width), dtype=bool)
-        padding = np.ones((len(samples), width), dtype=bool)
-        for i, (routes, start) in enumerate(zip(samples, starts, strict=True)):
+        rows = range(len(samples)) if rows is None else rows
+        shape = (max(rows) + 1, width)
+        experts = np.zeros((*shape, *first.experts.shape[1:]), dtype=first.experts.dtype)
+        captured = np.zeros(shape, dtype=bool)
+        padding = np.ones(shape, dtype=bool)
+        for i, (routes, row, start) in enumerate(zip(samples, rows, starts, strict=True)):
             routes.check(layers=first.layers, top_k=first.top_k, num_experts=first.num_experts, where=f"sample {i}")
             stop = start + len(routes)
             if start < 0 or stop > width:
                 raise RoutesError(f"sample {i}: {len(routes)} tokens from position {start} do not fit a width {width}.")
-            experts[i, start:stop] = routes.experts
-            captured[i, start:stop] = routes.captured
-            padding[i, start:stop] = False
-        return cls._checked(
-            torch.from_numpy(experts),
-            torch.from_numpy(captured),
-            torch.from_numpy(padding),
-            first.layers,
-            first.num_experts,
-        )
+            experts[row, start:stop] = routes.experts
+            captured[row, start:stop] = routes.captured
+            padding[row, start:stop] = False
+        tensors = map(torch.from_numpy, (experts, captured, padding))
+        return cls._checked(*tensors, first.layers, first.num_experts)
 
     def split(self, size: int) -> list[RouteBatch]:
         """Parts of at most `size` samples, for a forward that is run in several calls."""
         return [
-            self._checked(experts, captured, padding, self.layers, self.num_experts)
-            for experts, captured, padding in zip(
-                self.experts.split(size), self.captured.split(size), self.padding.split(size), strict=True
-            )
+            self._checked(*part, self.layers, self.num_experts)
+            for part in zip(self.experts.split(size), self.captured.split(size), self.padding.split(size), strict=True)
         ]
 
     def to(self, device: torch.device | str) -> RouteBatch:

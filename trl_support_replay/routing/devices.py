@@ -1,4 +1,4 @@
-"""Values of routers that `device_map` has put on several devices."""
+"""Stacks values of routers that `device_map` has put on several devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can go wrong when routes are replayed."""
+"""Errors of router replay."""
 
 
 class RouterReplayError(RuntimeError):

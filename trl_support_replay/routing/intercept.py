@@ -1,4 +1,4 @@
-"""Stand between a router and its own top-k."""
+"""Replaces the result of a router's top-k while its forward runs."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def check_untouched(named_modules: Iterable[tuple[str, nn.Module]]) -> None:
 
 
 class Patch:
-    """Instance attributes that stand in for a while for what a module had."""
+    """Instance attributes that are replaced for a while, and restored."""
 
     def __init__(self) -> None:
         self._saved: list[tuple[nn.Module, str, bool, Any]] = []

@@ -1,4 +1,4 @@
-"""How far the live router agrees with the routes that are replayed."""
+"""Counts how many of the replayed experts the live router would have chosen too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Recording`: what the routers of a model chose, forward by forward."""
+"""`Recording`: the experts that the routers of a model chose, forward by forward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is open while routes are replayed: which forward a router call belongs to, and the experts it uses."""
+"""State while routes are replayed: the forward that a router call belongs to, and the experts it uses."""
 
 from __future__ import annotations
 

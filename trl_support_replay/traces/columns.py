@@ -108,12 +108,11 @@ class Trace:
         self.supports.validate(vocab_size=vocab_size, sampled_ids=self.completion_ids, where=where)
 
 
-def trace_schema(num_experts: int | None = None, extra: Mapping[str, pa.DataType] | None = None) -> pa.Schema:
+def trace_schema(num_experts: int | None = None) -> pa.Schema:
     """Arrow schema of a traces table.
 
     Args:
-        num_experts: experts a layer, when routes are recorded; it decides the width of their ids.
-        extra: further columns.
+        num_experts: experts per layer, when routes are recorded; it decides the width of their ids.
     """
     fields: dict[str, pa.DataType] = {
         "prompt_ids": pa.list_(pa.int32()),
@@ -138,7 +137,7 @@ def trace_schema(num_experts: int | None = None, extra: Mapping[str, pa.DataType
         DIGEST: pa.uint32(),
         "schema_version": pa.int32(),
     }
-    return pa.schema(list((fields | dict(extra or {})).items()))
+    return pa.schema(list(fields.items()))
 
 
 OWN_COLUMNS = frozenset((*trace_schema(num_experts=1).names, REWARD_DIGEST))
@@ -175,7 +174,7 @@ def traces_to_table(
     Args:
         traces: with routes all, or none.
         model, model_revision: what sampled. Of a folder given by its absolute path only the name is kept: tables are
-            published, and where a model lies on a machine is its owner's business.
+            published, and paths on a machine are private.
         sampling: `temperature`, `top_p`, `top_k`, `min_p`, `seed`.
         engine: `name`, `version`.
         types: Arrow types of extra columns over the whole dataset; what is missing there is inferred.
@@ -230,7 +229,7 @@ def traces_to_table(
 
 
 def _extra_column(name: str, values: Sequence[Any], kind: pa.DataType | None) -> pa.Array:
-    """Of the type that the dataset has, where the values are of it; else as Arrow infers it.
+    """An array of the dataset's type; where the values do not fit it, of the type that Arrow infers.
 
     Readers of several shards take the type of the first, and what one shard shows (nulls only) may fit no other.
     """
@@ -315,7 +314,7 @@ def _lists(rows: Sequence[np.ndarray], dtype: Any) -> pa.ListArray:
 
 
 def _support_lists(supports: Sequence[SupportRows]) -> pa.ListArray:
-    whole = SupportRows.concatenate(list(supports)) if len(supports) else SupportRows.empty(0)
+    whole = SupportRows.concatenate(supports)
     inner = pa.ListArray.from_arrays(_offsets(whole.sizes, "support_ids"), pa.array(whole.token_ids))
     return pa.ListArray.from_arrays(_offsets([len(rows) for rows in supports], "support_ids"), inner)
 

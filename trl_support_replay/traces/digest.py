@@ -1,4 +1,4 @@
-"""Digests that travel with each trace, so that damage is found however a table was stored and read.
+"""A digest per trace, which finds damage however a table was stored and read.
 
 Parquet pages can carry checksums, but `datasets` does not verify them, and its Arrow files have none. A column with a
 CRC-32 per row goes through every format, through `select`, `filter` and `concatenate_datasets`, and costs little beside

@@ -1,4 +1,4 @@
-"""What is raised when saved traces cannot be used."""
+"""The error for saved traces that cannot be used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces from wherever they lie: a folder of shards, one Parquet file, or a dataset saved by `datasets`."""
+"""Reads traces from a folder of shards, one Parquet file, or a dataset saved by `datasets`."""
 
 from __future__ import annotations
 

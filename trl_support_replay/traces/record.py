@@ -21,7 +21,7 @@ class FolderRecordError(ValueError):
 
 
 def fingerprint(model: str | os.PathLike[str], revision: str | None = None) -> str | None:
-    """What tells the weights that a name stands for from others.
+    """Identifies the weights that a model's name stands for.
 
     Returns:
         Of a folder, a digest of names, sizes and times of change of its files; of a name on the Hub, the commit of the
@@ -47,7 +47,7 @@ class FolderRecord:
         path: the file, in the folder of the shards.
         what: what makes the shards, for errors: "capture".
         settings: those that decide what is in the shards; values of JSON.
-        remedy: what to do where the folder holds something else, for errors.
+        remedy: what to do when the folder holds something else, for errors.
     """
 
     def __init__(

@@ -162,11 +162,6 @@ class RoutedExperts:
         """Number of captured tokens before the first uncaptured one."""
         return len(self) if self.captured.all() else int(np.argmin(self.captured))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held by ids and mask."""
-        return self.experts.nbytes + self.captured.nbytes
-
     def to_int64(self) -> np.ndarray:
         """`[T, L, k]` int64 ids, as index operations want them. Slice first: this copies."""
         return self.experts.astype(np.int64)
@@ -192,22 +187,6 @@ class RoutedExperts:
         captured[~absent] = self.captured[indices[~absent]]
         return self._like(experts, captured)
 
-    def select_layers(self, layers: Sequence[int]) -> RoutedExperts:
-        """The columns of these global layer numbers, for example those a pipeline stage owns.
-
-        Raises:
-            RoutesError: a layer without routes, or numbers that are not strictly increasing.
-        """
-        column = {layer: i for i, layer in enumerate(self.layers)}
-        unknown = [layer for layer in layers if layer not in column]
-        if unknown:
-            raise RoutesError(f"No routes for layers {unknown}: there are routes for layers {self.layers}.")
-        if list(layers) != sorted(set(layers)):
-            raise RoutesError(f"Layers {tuple(layers)} are not strictly increasing.")
-        new = object.__new__(RoutedExperts)
-        new._set(self.experts[:, [column[n] for n in layers]], self.captured, tuple(layers), self.num_experts)
-        return new
-
     def check(
         self,
         *,
@@ -227,18 +206,11 @@ class RoutedExperts:
     def __len__(self) -> int:
         return len(self.experts)
 
-    def __getitem__(self, index: Any) -> RoutedExperts:
-        """Tokens by slice (a view), integer array, list or boolean mask."""
-        if isinstance(index, slice):
-            return self._like(self.experts[index], self.captured[index])
-        index = np.asarray(index)
-        if index.ndim != 1 or index.dtype.kind not in "iub" and index.size:
-            raise TypeError(f"Tokens are selected by slice, integer array or boolean mask, not by {index!r}.")
-        if index.dtype == bool and index.shape != (len(self),):
-            raise RoutesError(f"A mask of {len(index)} selects among {len(self)} rows of routes.")
-        if index.dtype != bool:
-            index = index.astype(np.int64)
-        return self._like(self.experts[index], self.captured[index])
+    def __getitem__(self, tokens: slice) -> RoutedExperts:
+        """The tokens of a slice, as a view; `take` gives any others."""
+        if not isinstance(tokens, slice):
+            raise TypeError(f"Tokens are selected by a slice, or by `take`, not by {tokens!r}.")
+        return self._like(self.experts[tokens], self.captured[tokens])
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RoutedExperts):

@@ -102,7 +102,7 @@ class ShardFolder:
         Args:
             table: the traces.
             number: orders the shards, for example the optimizer step.
-            part: which process wrote it.
+            part: number of the process that wrote it.
             batch: tells shards of one number apart.
         """
         target = self.path / f"traces-{number:08d}-{batch:03d}-{part:05d}.parquet"
@@ -112,7 +112,7 @@ class ShardFolder:
     def discard_from(self, number: int, process: int = 0, num_processes: int = 1) -> list[Path]:
         """Remove shards from `number` on (a resumed run makes them anew), and what a killed writer left half done.
 
-        The processes of a run share the shards out by part, those of a run with more processes too, so that none
+        Shard `p` belongs to process `p` modulo their number, also if an earlier run had more processes, so that none
         removes what another one is writing.
 
         Args:

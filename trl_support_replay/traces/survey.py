@@ -1,4 +1,4 @@
-"""What saved traces hold, and what is wrong with them: `inspect` shows it, and `push` writes it on a card."""
+"""Surveys saved traces and what is wrong with them, for `inspect` and for the card that `push` writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saved traces for an audit: evenly chosen, with what their columns say about where they come from."""
+"""Loads saved traces for an audit: evenly spaced ones, with their origins."""
 
 from __future__ import annotations
 

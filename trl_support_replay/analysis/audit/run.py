@@ -43,11 +43,10 @@ def audit_traces(
     Args:
         source: the traces, from `load_traces` or of one's own making.
         model: the model whose training is looked at, in memory; a trainer's `model` will do while it is not sharded.
-        sampler: the model with the weights that sampled, where it is at hand; it tells stale weights from the rest.
+        sampler: the model with the weights that sampled, if available; it separates stale weights from the rest.
         batch_size: traces a forward.
         tolerance: largest gap in nats that counts as rounding; of the mean gap a twentieth of it, as in `replay_check`.
-        track: wraps the batches of each pass, to show how far it is; there are more passes where more is to be told
-            apart.
+        track: wraps the batches of each pass, to show progress.
 
     Raises:
         UnreplayableModelError: scores by hidden states and head are not those of the model's own logits.

@@ -1,4 +1,4 @@
-"""An audit in a terminal."""
+"""Prints an audit in a terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
         f"{report['num_singletons']:,} of them the only one in their support",
         highlight=False,
     )
-    table = Table(title="gap between training and rollout, nats a token")
+    table = Table(title="gap between training and rollout, nats per token")
     table.add_column("part", no_wrap=True)
     for name in ("mean |gap|", "median", "99 %", "largest", "mean"):
         table.add_column(name, justify="right", no_wrap=True)

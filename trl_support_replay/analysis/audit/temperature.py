@@ -1,4 +1,4 @@
-"""Recorded tokens at another temperature, from the log-probs of all candidates and without another forward."""
+"""Scores recorded tokens at another temperature from the log-probs of all candidates, without another forward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every score of every token of saved traces, under one model: what `score` writes down and an audit compares."""
+"""Scores the tokens of saved traces under one model, for the commands `score` and `audit`."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class TokenScorer:
         model: a `PreTrainedModel`, or one with adapters of PEFT. Not sharded.
         temperature: the sampler's.
         batch_size: traces a forward.
-        track: wraps the batches of a pass, to show how far it is.
+        track: wraps the batches of a pass, to show progress.
 
     Raises:
         UnreplayableModelError: scores by hidden states and head are not those of the model's own logits.

@@ -1,4 +1,4 @@
-"""The chosen samples of an audit, token by token, as plain data."""
+"""The samples that the audit page shows token by token, as plain data."""
 
 from __future__ import annotations
 

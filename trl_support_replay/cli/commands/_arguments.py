@@ -21,9 +21,9 @@ def option(help: str, default: Any = MISSING, kind: Callable[[str], Any] = str, 
 
     Args:
         help: what `--help` says of it; a default is added.
-        default: its value when it is not given. An option without a default is required.
+        default: value of an option that is not given. An option without a default is required.
         kind: makes the value of the text, and raises `ArgumentTypeError` where it cannot; `bool` is a flag.
-        main: the main input of the command, which stands alone or behind the option.
+        main: whether this is the main input of the command, which may be given without the option's name.
         how: further arguments of `ArgumentParser.add_argument`.
     """
     stored = {"default": default} if default.__hash__ else {"default_factory": default.copy}
@@ -35,7 +35,7 @@ def read_options(options: type[T], argv: Sequence[str], command: str, doc: str |
 
     Args:
         options: a dataclass of fields made by `option`.
-        argv: what stands behind the command's name. Hyphens in the names of options count as underscores.
+        argv: arguments after the command's name. Hyphens in the names of options count as underscores.
         command: its name, as typed.
         doc: the docstring of its module, shown by `--help` as it is written.
         example: a command line to end the help with.

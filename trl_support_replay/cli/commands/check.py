@@ -40,12 +40,12 @@ def main(argv: Sequence[str]) -> int:
     stops = False
     for number, found in enumerate(read_settings(options.file)):
         verdict = judge(found.args, found.algorithm)
-        stops |= bool(verdict.refused or found.misspelt)
-        print(("" if number == 0 else "\n") + f"{found.where}: {_summary(verdict, found.unread)}")
+        stops |= bool(verdict.refused or found.unknown)
+        print(("" if number == 0 else "\n") + f"{found.where}: {_summary(verdict, found)}")
         for error in verdict.refused:
             print(f"  refused: {error}")
-        for name, close in found.misspelt.items():
-            print(f"  unknown: there is no setting {name}." + (f" Did you mean {close}?" if close else ""))
+        for name in found.unknown:
+            print(f"  unknown: there is no setting {name}.")
         for name, text in found.unread.items():
             print(f"  not read: {name}={text}, which only a run would tell")
         if verdict.sampling.truncates:
@@ -57,10 +57,10 @@ def main(argv: Sequence[str]) -> int:
     return 1 if stops else 0
 
 
-def _summary(verdict: Any, unread: Any) -> str:
+def _summary(verdict: Any, found: Any) -> str:
     from ..migration.reading import SAMPLING
 
-    partly = any(name.rsplit(".", 1)[-1] in SAMPLING | {"**"} for name in unread)
+    partly = any(name.rsplit(".", 1)[-1] in SAMPLING | {"**"} for name in found.unread)
     known = "as far as it can be read without a run, " if partly else ""
     if verdict.sampling.truncates and verdict.refused:
         return f"{known}{verdict.sampling} can be replayed once the refused settings are changed."
@@ -68,7 +68,7 @@ def _summary(verdict: Any, unread: Any) -> str:
         return f"{known}{verdict.sampling} would be replayed."
     if verdict.refused:
         return f"{known}no token is cut, but training stops at the refused settings: they make its scores wrong."
-    return f"{known}no token is cut, so there is nothing to replay; training would be stock {verdict.algorithm}."
+    return f"{known}no token is cut, so there is nothing to replay; training would be stock {found.algorithm}."
 
 
 def _masses(asked: Sequence[float], top_p: float) -> Sequence[float]:

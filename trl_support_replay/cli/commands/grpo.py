@@ -52,9 +52,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _plan(argv: Sequence[str], accelerate_options: Sequence[str]) -> int:
     with input_errors(_WHERE):
-        from ..planning import make_plan
+        from ..planning.plan import plan_run
 
-        make_plan(argv, accelerate_options).show()
+        plan_run(argv, accelerate_options).show()
     return 0
 
 

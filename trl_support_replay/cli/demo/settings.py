@@ -1,4 +1,4 @@
-"""What both variants of the demo train with, for each of its tasks."""
+"""Training settings of the demo's two variants, for each of its tasks."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ SETTINGS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Task:
-    """What is asked, what is drawn from, and what is paid for.
+    """A task of the demo: its prompt, sampling settings and reward.
 
     Attributes:
-        prompt: with places for the operands `a` and `b`.
+        prompt: a format string with the operands `a` and `b`.
         sampling: the settings that cut the distribution.
         reward: a reward function as TRL takes it.
     """

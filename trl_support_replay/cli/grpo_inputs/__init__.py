@@ -7,7 +7,8 @@ from safetensors import SafetensorError
 
 from ...errors import told
 
-_SAID = (ValueError, TypeError, OSError, ImportError, SafetensorError)  # others say little by themselves
+# Errors whose message is enough; for others the type is printed before it.
+_SAID = (ValueError, TypeError, OSError, ImportError, SafetensorError)
 
 
 def input_errors(way_out: str) -> contextlib.AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""Loads the dataset that the arguments name, and makes prompts of rows that have none."""
+"""Loads the dataset that the arguments name, and maps its rows to prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards, tools and dataset maps, by the names that a command line or YAML file gives them."""
+"""Finds rewards, tools and dataset maps by the names in a command line or YAML file."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .datasets import DATASET_MAPS
 _NEED_MATH_VERIFY = ("accuracy_reward", "reasoning_accuracy_reward")
 
 
-def imported(option: str, name: str, known: tuple[str, ...] = ()) -> Any:
-    """What a dotted path names, importable also from the current folder.
+def _function(option: str, name: str, known: tuple[str, ...] = ()) -> Callable[..., Any]:
+    """The function that a dotted path names, importable also from the current folder.
 
     Args:
         option: the option that gave the name, for errors.
@@ -24,7 +24,7 @@ def imported(option: str, name: str, known: tuple[str, ...] = ()) -> Any:
         known: short names that the option takes as well, for errors.
 
     Raises:
-        CommandError: there is nothing of that name.
+        CommandError: there is nothing of that name, or it cannot be called.
     """
     module, _, attribute = name.rpartition(".")
     if not module:
@@ -33,13 +33,9 @@ def imported(option: str, name: str, known: tuple[str, ...] = ()) -> Any:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        return getattr(importlib.import_module(module), attribute)
+        found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise CommandError(f"{option} {name}: {error}.") from error
-
-
-def _function(option: str, name: str, known: tuple[str, ...] = ()) -> Callable[..., Any]:
-    found = imported(option, name, known)
     if not callable(found):
         raise CommandError(f"{option} {name}: a {type(found).__name__} cannot be called.")
     return found
@@ -83,7 +79,7 @@ def tool_functions(script_args: Any) -> list[Callable[..., Any]] | None:
 
 
 def dataset_map(script_args: Any) -> Callable[[dict[str, Any]], dict[str, Any]] | None:
-    """The function that makes rows with prompts of the dataset's own; `None` when they are used as they are.
+    """The function that maps a row of the dataset to one with a prompt; `None` when rows are used as they are.
 
     Raises:
         CommandError: a name that is unknown, or of something that cannot be called.

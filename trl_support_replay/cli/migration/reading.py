@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
-import difflib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from ..grpo_inputs import input_errors
 
 # TRL's classes, and those that take their place.
 _OURS = {f"{name}{kind}": f"SupportReplay{name}{kind}" for name in ("GRPO", "RLOO") for kind in ("Config", "Trainer")}
-# Without these it is not known whether something is truncated.
+# Settings that decide whether tokens are truncated.
 SAMPLING = {"top_k", "top_p", "min_p", "generation_kwargs", "use_vllm"}
 _CONFIGS = [name for pair in _OURS.items() for name in pair if name.endswith("Config")]
 
@@ -31,8 +30,8 @@ class FoundSettings:
     Attributes:
         where: file and line.
         args: every setting: as written, or else its default.
-        unread: name to source text of those that only a run would tell.
-        misspelt: names that no configuration has, with the nearest that it has, or "".
+        unread: name to source text of the settings whose values only a run would tell.
+        unknown: names that no configuration has.
         algorithm: "GRPO" or "RLOO".
         imports: lines that import TRL's classes, as `(line number, text)`.
         moved: whether it is a configuration of this package already.
@@ -41,7 +40,7 @@ class FoundSettings:
     where: str
     args: Any
     unread: Mapping[str, str] = field(default_factory=dict)
-    misspelt: Mapping[str, str] = field(default_factory=dict)
+    unknown: tuple[str, ...] = ()
     algorithm: str = "GRPO"
     imports: tuple[tuple[int, str], ...] = ()
     moved: bool = False
@@ -76,7 +75,7 @@ def read_settings(path: Path) -> list[FoundSettings]:
 
 
 def replaced_import(text: str) -> str:
-    """The import to write in the place of one of TRL's: ours under the same names, what else it names left to TRL.
+    """The import that replaces one of TRL's: our classes under the same names, and the rest still from TRL.
 
     Args:
         text: one `from ... import ...` statement.
@@ -104,9 +103,9 @@ def _from_python(tree: ast.Module, name: str) -> list[FoundSettings]:
         algorithm = "RLOO" if "RLOO" in config else "GRPO"
         args = _defaults(SupportReplayRLOOConfig if algorithm == "RLOO" else SupportReplayGRPOConfig)
         names = vars(args).keys()
-        misspelt = {n: next(iter(difflib.get_close_matches(n, names, 1)), "") for n in values if n not in names}
-        vars(args).update({n: value for n, value in values.items() if n not in misspelt})
-        # Of whatever object: it may be this configuration.
+        unknown = tuple(n for n in values if n not in names)
+        vars(args).update({n: value for n, value in values.items() if n in names})
+        # An assignment to an attribute of any object: it may be this configuration.
         unread |= {
             ast.unparse(target): ast.unparse(node.value)
             for node in nodes
@@ -115,7 +114,7 @@ def _from_python(tree: ast.Module, name: str) -> list[FoundSettings]:
             if isinstance(target, ast.Attribute) and target.attr in SAMPLING
         }
         moved = config in _OURS.values()
-        found.append(FoundSettings(f"{name}:{call.lineno}", args, unread, misspelt, algorithm, lines, moved))
+        found.append(FoundSettings(f"{name}:{call.lineno}", args, unread, unknown, algorithm, lines, moved))
     return found
 
 

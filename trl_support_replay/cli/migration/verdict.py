@@ -1,4 +1,4 @@
-"""What support replay would do with settings that were found, and what they do without it."""
+"""Decides what support replay would do with the settings found, and what TRL does with them today."""
 
 from __future__ import annotations
 
@@ -18,19 +18,12 @@ class Verdict:
     Attributes:
         sampling: the settings that a request would carry; a value that a setting cannot have counts as off.
         refused: every refusal, in the order in which they would be met.
-        algorithm: "GRPO" or "RLOO".
         corrects: how TRL uses the ratio of policy to sampler today: "sequence", "token", or `None` when it takes none.
     """
 
     sampling: SamplingSettings
     refused: tuple[UnreplayableSettingError, ...]
-    algorithm: str
     corrects: str | None
-
-    @property
-    def replayed(self) -> bool:
-        """Whether there is something to replay, and nothing refused."""
-        return self.sampling.truncates and not self.refused
 
 
 def judge(args: Any, algorithm: str = "GRPO") -> Verdict:
@@ -49,7 +42,7 @@ def judge(args: Any, algorithm: str = "GRPO") -> Verdict:
     # RLOO takes no notice of the engine's log-probs.
     corrected = not rloo and args.use_vllm and args.vllm_importance_sampling_correction
     corrects = str(args.vllm_importance_sampling_mode).split("_")[0] if corrected else None
-    return Verdict(sampling, tuple(refused), algorithm, corrects)
+    return Verdict(sampling, tuple(refused), corrects)
 
 
 def _mapping(value: Any) -> Any:

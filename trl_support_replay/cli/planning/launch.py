@@ -1,4 +1,4 @@
-"""How many processes a run starts, and what of the model they share out."""
+"""How many processes a run starts, and which parts of the model are sharded over them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Launch:
     """What `accelerate launch` will start.
 
     Attributes:
-        processes: number of processes, one a device.
+        processes: number of processes, one per device.
         method: what a user calls it: "one process", "DDP", "ZeRO-3", "FSDP2", ...
-        shards_optimizer, shards_gradients, shards_weights: what each process holds only its part of.
+        shards_optimizer, shards_gradients, shards_weights: whether each process holds only its part of these.
         tensor_parallel: processes that share one copy of the batch.
         mixed_precision: "no", "bf16" or "fp16", as accelerate is told; the training arguments may ask for it as well.
-        offloads_optimizer, offloads_weights: what lies in host memory.
+        offloads_optimizer, offloads_weights: whether these lie in host memory.
     """
 
     processes: int = 1

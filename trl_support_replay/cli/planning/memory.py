@@ -1,4 +1,4 @@
-"""Memory of one device, term by term: rough, to tell what fits from what does not.
+"""Estimates the memory of one device, term by term: roughly, to tell what fits from what does not.
 
 With P parameters of which P_t are trained, n processes, b completions a micro-batch, s tokens in each (prompt and
 completion), hidden size h, L layers, a vocabulary of V, and e bytes for an activation:
@@ -33,7 +33,7 @@ from .launch import Launch
 from .shapes import ModelShapes
 
 GIB = 2**30
-# What is taken for the size of a support when nothing bounds it.
+# Assumed size of a support when nothing bounds it.
 UNBOUNDED_SUPPORT = 100
 _CANDIDATE_BYTES = 4
 _TOKEN_BYTES = 8 + 4 + 4 + 1  # offset, id, log-prob, loss mask

@@ -1,4 +1,4 @@
-"""Makes the plan of a run from the arguments of the `grpo` command."""
+"""`plan_run`: the settings, memory and warnings of a run, from the arguments of the `grpo` command."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from .launch import Launch
 from .memory import GIB, UNBOUNDED_SUPPORT, Batch, Item, batch_items, compute_bytes, model_items, traces_item
 from .shapes import ModelShapes, read_shapes
 
-# What is taken for the longest prompt when the model's length in the engine does not bound it.
+# Assumed length of the longest prompt when the model's length in the engine does not bound it.
 _PROMPT = 512
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """What a run would do and need.
 
     Attributes:
@@ -75,8 +75,8 @@ class Plan:
         console.print("Dry run: nothing was loaded or started.")
 
 
-def make_plan(argv: Sequence[str], accelerate_options: Sequence[str]) -> Plan:
-    """Resolve what `trl-support-replay grpo` was given.
+def plan_run(argv: Sequence[str], accelerate_options: Sequence[str]) -> RunPlan:
+    """The plan of `trl-support-replay grpo` with these arguments.
 
     Args:
         argv: the command's arguments.
@@ -87,7 +87,7 @@ def make_plan(argv: Sequence[str], accelerate_options: Sequence[str]) -> Plan:
         CommandError: a reward, tool or map that is not there, or no model.
     """
     launch = Launch.read(accelerate_options)
-    # Plans for GPUs are made on machines without them, too.
+    # Plans for GPUs are also made on machines without GPUs.
     with rebound(transformers.training_args, is_torch_bf16_gpu_available=lambda: True):
         script, training, model, mixture = parse(argv, _planned_config(launch.replicas))
     if not model.model_name_or_path:
@@ -148,7 +148,7 @@ def make_plan(argv: Sequence[str], accelerate_options: Sequence[str]) -> Plan:
         ("check", f"replay_check={training.replay_check!r}, synthetic_eos={training.synthetic_eos!r}"),
         ("output", str(training.output_dir)),
     ]
-    plan = Plan(shown, items, device_memory, [])
+    plan = RunPlan(shown, items, device_memory, [])
     plan.warnings.extend(_warnings(plan, training, settings, batch, launch, model.use_peft))
     return plan
 
@@ -219,7 +219,7 @@ def _replay_line(training: Any, settings: SamplingSettings) -> str:
 
 
 def _warnings(
-    plan: Plan, training: Any, settings: SamplingSettings, batch: Batch, launch: Launch, adapter: bool
+    plan: RunPlan, training: Any, settings: SamplingSettings, batch: Batch, launch: Launch, adapter: bool
 ) -> Iterator[str]:
     if not settings.truncates and not training.routed_experts_replay:
         yield "Nothing is replayed: no setting cuts tokens (top_k, top_p, min_p, a constraint)."

@@ -1,4 +1,4 @@
-"""Sizes of a model, read off its configuration: it is built on PyTorch's meta device, which holds no values."""
+"""Reads the sizes of a model from its configuration: it is built on PyTorch's meta device, which holds no values."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def read_shapes(model: str, revision: str | None, trust_remote_code: bool, peft_
         peft_config: the adapter that will be trained; `None` trains every parameter.
 
     Raises:
-        CommandError: there is no configuration to be had.
+        CommandError: the configuration cannot be read.
     """
     try:
         config = AutoConfig.from_pretrained(model, revision=revision or "main", trust_remote_code=trust_remote_code)
