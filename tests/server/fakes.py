@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import hashlib
 import socket
 import threading
@@ -40,6 +41,12 @@ def foretold(prompt_ids, index, max_tokens, top_k, weights):
     return tokens, sampled, SupportRows.from_ragged(rows), logprobs
 
 
+def as_config(**values):
+    """A dataclass with these values, as vLLM's configurations are."""
+    made = dataclasses.make_dataclass("Config", [(name, object, dataclasses.field(default=None)) for name in values])
+    return made(**values)
+
+
 class FakeEngine:
     """What the endpoint uses of vLLM's asynchronous engine. The endpoint around it needs vLLM itself.
 
@@ -65,7 +72,7 @@ class FakeEngine:
             }
             | config
         )
-        self.vllm_config = {"model_config": config, **dict(vllm_config)}
+        self.vllm_config = as_config(model_config=as_config(**config), **dict(vllm_config))
         self.weights = None
         self.calls = []
         self.aborted = self.running = self.overlaps = self.loads = 0

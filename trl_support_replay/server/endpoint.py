@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ..traces.record import fingerprint
 from ..wire import protocol
 from .errors import Refusal
-from .generation import Generator
+from .generation import RequestRunner
 from .reload import Reloader
 from .settings import ServerSettings
 
@@ -60,7 +60,7 @@ class _Endpoint:
         self._settings = settings
         self._api_keys = _api_keys(state.args)
         self._reloader = Reloader(state.engine_client, settings)
-        self._generator = Generator(state.engine_client, settings, self._reloader.gate)
+        self._runner = RequestRunner(state.engine_client, settings, self._reloader.gate)
         self._instance = secrets.token_hex(8)
         self._served_model = (state.args.served_model_name or [state.args.model])[0]
         self._model_files = fingerprint(state.args.model, getattr(state.args, "revision", None))  # as it was started
@@ -124,13 +124,13 @@ class _Endpoint:
                 "model_files": self._model_files,
                 "weights_version": self._reloader.gate.version,
                 "weight_reload": self._settings.weights_dir is not None,
-                **self._generator.describe(),
+                **self._runner.describe(),
             }
         )
 
     async def _generate(self, body: bytes) -> bytes:
         request = _parsed(protocol.decode_request, body)
-        return protocol.encode_samples(request.request_id, await self._generator.generate(request))
+        return protocol.encode_samples(request.request_id, await self._runner.generate(request))
 
     async def _reload(self, body: bytes) -> bytes:
         version = _parsed(protocol.decode_version, body)

@@ -22,7 +22,7 @@ _INT64 = np.iinfo(np.int64)
 _PLAIN = Capture("sampled")
 
 
-class Generator:
+class RequestRunner:
     """Checks requests against the contract and the server's bounds, and runs them.
 
     Args:

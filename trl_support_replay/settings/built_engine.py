@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .contract import UnreplayableSettingError, installed_logits_processors
@@ -19,30 +19,20 @@ def engine_refusals(vllm_config: Any) -> list[UnreplayableSettingError]:
     Args:
         vllm_config: the engine's `VllmConfig`, of this process.
     """
-    return [*config_refusals(vllm_config), *installed_logits_processors()]
-
-
-def config_refusals(vllm_config: Any) -> list[UnreplayableSettingError]:
-    """As `engine_refusals`, of the configuration alone.
-
-    Args:
-        vllm_config: a `VllmConfig`, or one as JSON, as a server in development mode tells it.
-    """
     refused = []
     classes = {"scheduler_cls": _get(_get(vllm_config, "scheduler_config"), "scheduler_cls")}
     worker = _get(_get(vllm_config, "parallel_config"), "worker_cls")
     if not str(worker).startswith("vllm."):  # vLLM puts its own class for the platform in the place of "auto"
         classes["worker_cls"] = worker
-    for owner in (vllm_config, _get(vllm_config, "model_config"), classes):
-        for name, value in _changed(owner):
-            field = BUILT.get(name)
-            why = unknown(name, BUILT) if field is None else field.refused(value)
-            if why is not None:
-                needed = None if field is None or None in field.off else field.off[0]
-                remedy = _remedy(name.replace("_", "-"), needed)
-                shown = value if len(repr(value)) <= _SHOWN else repr(value)[:_SHOWN] + "..."
-                refused.append(UnreplayableSettingError(f"the engine's {name}", shown, why.reason, remedy))
-    return refused
+    for name, value in [*_changed(vllm_config), *_changed(_get(vllm_config, "model_config")), *classes.items()]:
+        field = BUILT.get(name)
+        why = unknown(name, BUILT) if field is None else field.refused(value)
+        if why is not None:
+            needed = None if field is None or None in field.off else field.off[0]
+            remedy = _remedy(name.replace("_", "-"), needed)
+            shown = value if len(repr(value)) <= _SHOWN else repr(value)[:_SHOWN] + "..."
+            refused.append(UnreplayableSettingError(f"the engine's {name}", shown, why.reason, remedy))
+    return [*refused, *installed_logits_processors()]
 
 
 def _remedy(option: str, needed: Any) -> str:
@@ -71,12 +61,7 @@ def described(refused: Sequence[UnreplayableSettingError]) -> list[dict[str, str
 
 def _changed(owner: Any) -> Iterator[tuple[str, Any]]:
     """The settings of one configuration; those that are in no table only where they are not at their default."""
-    if owner is None:
-        return
-    if isinstance(owner, Mapping):
-        yield from ((name, value) for name, value in owner.items() if name in BUILT or value not in _EMPTY)
-        return
-    for field in dataclasses.fields(owner):
+    for field in () if owner is None else dataclasses.fields(owner):
         value = getattr(owner, field.name, None)
         made = field.default_factory
         default = field.default if made is dataclasses.MISSING else made()
@@ -88,4 +73,4 @@ _EMPTY: tuple[Any, ...] = (None, False, 0, "", [], {}, ())
 
 
 def _get(owner: Any, name: str) -> Any:
-    return owner.get(name) if isinstance(owner, Mapping) else getattr(owner, name, None)
+    return getattr(owner, name, None)
