@@ -101,8 +101,7 @@ processes share an engine; `vllm_tensor_parallel_size` is its setting |
 {vllm}
 Once an engine is built, its own configuration is read as well, since a model can bring drafts along, for example.
 `vllm-serve` refuses the same settings as flags, however they are spelled, and in a `--config` file. A server that is up
-tells trainers which settings of its engine break replay, and they refuse them at their construction. A stock vLLM
-server tells its settings in development mode only (`VLLM_SERVER_DEV_MODE=1`).
+tells trainers which settings of its engine break replay, and they refuse them at their construction.
 
 A fixed `seed` in `generation_kwargs` or `vllm_engine_kwargs` of a colocated engine is accepted with a warning: the
 completions of a prompt come out alike.
