@@ -1,4 +1,5 @@
 # make demo          train a small real model with replay, then without, and compare (STEPS=20)
+# make gate          two steps of the demo, which have to keep their bounds
 # make test          everything but the slow tests
 # make test-all      every test
 # make recipe-cpu    train by recipes/cpu_smollm2.yaml
@@ -22,7 +23,7 @@ export OMP_NUM_THREADS ?= 2
 export HF_HUB_OFFLINE = 1
 export VLLM_NO_USAGE_STATS = 1
 
-.PHONY: help venv demo test test-all recipe-cpu dist docs compatibility lint programs pins clean
+.PHONY: help venv demo gate test test-all recipe-cpu dist docs compatibility lint programs pins clean
 
 help:
 	@sed -n 's/^# make /  make /p' Makefile
@@ -32,6 +33,9 @@ venv:
 
 demo: venv
 	@$(RUN) -m trl_support_replay demo --steps $(STEPS)
+
+gate: venv
+	@$(RUN) -m scripts.gate
 
 test: venv
 	@echo "==> Tests, except slow ones"
