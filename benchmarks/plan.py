@@ -1,6 +1,7 @@
 """Host time and host-to-device copies of one plan: this tree beside an earlier revision, in turns, in one run.
 
     python -m benchmarks.plan --before REVISION
+    python -m benchmarks.plan --device cuda          # this tree alone, with the copies to the device
 
 A plan says which (token, candidate) pairs are projected in which products; see `scoring/plan.py`. Each row of
 `data/plan.csv` is the median of all rounds. A copy is one call of `to_device`: on a CPU it costs little, on a GPU each
@@ -37,7 +38,7 @@ def supports(mean: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return np.concatenate(rows), np.cumsum([0, *map(len, rows)]), np.array([row[0] for row in rows])
 
 
-def measure(repeats: int) -> dict[str, dict[str, float]]:
+def measure(repeats: int, device: str = "cpu") -> dict[str, dict[str, float]]:
     """Times and counts of the package that is first on the path."""
     import torch
 
@@ -65,11 +66,13 @@ def measure(repeats: int) -> dict[str, dict[str, float]]:
     for name, mean in PAIRS.items():
         ids, offsets, drawn = supports(mean)
         sampled = torch.from_numpy(drawn)
-        for kernel in KERNELS:
+        for kernel in KERNELS if device == "cpu" else ("triton", "union"):
             times = []
             for _ in range(repeats + 1):
                 copies, start = 0, time.perf_counter()
-                plan_for(SupportCSR.from_numpy(ids, offsets), None, VOCAB, kernel)
+                plan_for(SupportCSR.from_numpy(ids, offsets, device), None, VOCAB, kernel)
+                if device == "cuda":
+                    torch.cuda.synchronize()
                 times.append(time.perf_counter() - start)
             found[f"{name} {kernel}"] = {"pairs": len(ids), "ms": 1e3 * float(np.median(times[1:])), "copies": copies}
     return found
@@ -89,13 +92,18 @@ def main() -> None:
     parser.add_argument("--before", help="git revision to compare with")
     parser.add_argument("--rounds", type=int, default=3, help="times that both trees are measured, in turns")
     parser.add_argument("--repeats", type=int, default=5, help="plans in each round")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="measure this tree alone, on this device")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         print(json.dumps(measure(args.repeats)))
         return
-    if args.before is None:
+    if args.before is None and args.device is None:
         parser.error("--before names the git revision to compare with, for example HEAD~1.")
+    if args.before is None:
+        for name, row in measure(args.repeats, args.device).items():
+            print(f"{name}: {row['pairs']} pairs, {row['ms']:.1f} ms, {row['copies']} copies")
+        return
     root = Path(__file__).resolve().parents[1]
     with tempfile.TemporaryDirectory() as folder:
         archive = subprocess.run(["git", "archive", args.before, "trl_support_replay"], cwd=root, capture_output=True)

@@ -2,13 +2,14 @@
 
     python -m benchmarks.step                     # about ten minutes; writes data/step.csv
     python -m benchmarks.step --cases chars       # one case
+    python -m benchmarks.step --device cuda --bf16
 
 Both trainers live in one process and take steps in turns, so that whatever else the machine does meets both alike. A
 step is all that TRL's `train` does for one: generation by transformers, rewards, the log-probs of the old policy, loss,
 backward, and the optimizer. The scoring is TRL's default: `beta=0`, and old log-probs wherever supports are recorded.
 The ratio is that of one pair of steps, replay over stock. The table has its median and quartiles, of the processor time
-of all threads. `train_ratio` is the same without the time of generation, which takes most of a step on a CPU: what an
-engine with its own way of recording leaves.
+of all threads; on a GPU, of the time until the device has finished. `train_ratio` is the same without the time of
+generation, which takes most of a step on a CPU: what an engine with its own way of recording leaves.
 """
 
 from __future__ import annotations
@@ -91,11 +92,10 @@ def even_ids(completion_ids: list[list[int]], **_: Any) -> list[float]:
 class Stepper:
     """A trainer whose steps are taken one by one."""
 
-    def __init__(self, trainer_class: Any, config_class: Any, model: str, case: Case, folder: Path):
+    def __init__(self, trainer_class: Any, config_class: Any, model: str, case: Case, folder: Path, **how: Any):
         args = config_class(
             output_dir=str(folder),
-            use_cpu=True,
-            bf16=False,
+            **how,
             report_to=[],
             disable_tqdm=True,
             per_device_train_batch_size=PROMPTS * GENERATIONS,
@@ -115,37 +115,47 @@ class Stepper:
         self._trainer.model_wrapped = self._trainer.accelerator.prepare(self._trainer.model)
         self._trainer.model.train()
         self._generating, generate = 0.0, self._trainer._generate
+        self._on_cpu = how["use_cpu"]
 
         def timed_generate(*args: Any) -> Any:
-            start = time.process_time()
+            start = self._now()
             try:
                 return generate(*args)
             finally:
-                self._generating += time.process_time() - start
+                self._generating += self._now() - start
 
         self._trainer._generate = timed_generate
 
+    def _now(self) -> float:
+        if self._on_cpu:
+            return time.process_time()
+        torch.cuda.synchronize()
+        return time.perf_counter()
+
     def step(self) -> tuple[float, float]:
-        """Seconds of the processor: of a whole step, and of what comes after generation."""
+        """Seconds of a whole step, and of what comes after generation."""
         trainer, batch = self._trainer, next(self._batches)
-        start, self._generating = time.process_time(), 0.0
+        start, self._generating = self._now(), 0.0
         trainer.training_step(trainer.model_wrapped, batch, None)
         torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), trainer.args.max_grad_norm)
         trainer.optimizer.step()
         trainer.model.zero_grad()
         trainer.state.global_step += 1
-        whole = time.process_time() - start
+        whole = self._now() - start
         return whole, whole - self._generating
 
 
-def measure(case: Case, steps: int, name: str) -> dict[str, Any]:
+def measure(case: Case, steps: int, name: str, device: str, bf16: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as temporary:
         model = save_model(case, Path(temporary) / "model")
         variants = {
             "replay": (SupportReplayGRPOTrainer, SupportReplayGRPOConfig),
             "stock": (GRPOTrainer, GRPOConfig),
         }
-        steppers = {key: Stepper(*classes, model, case, Path(temporary) / key) for key, classes in variants.items()}
+        steppers = {
+            key: Stepper(*classes, model, case, Path(temporary) / key, use_cpu=device == "cpu", bf16=bf16)
+            for key, classes in variants.items()
+        }
         times: dict[str, list[tuple[float, float]]] = {key: [] for key in steppers}
         for i in track(range(steps + 2), description=name, transient=True):
             for key in sorted(steppers, reverse=i % 2 == 0):
@@ -164,10 +174,11 @@ def measure(case: Case, steps: int, name: str) -> dict[str, Any]:
             for key, values in ratios.items()
             for name, value in zip(("ratio_q1", "ratio", "ratio_q3"), values, strict=True)
         },
-        "replay_cpu_s": f"{seconds['replay']:.3f}",
-        "stock_cpu_s": f"{seconds['stock']:.3f}",
+        "replay_s": f"{seconds['replay']:.3f}",
+        "stock_s": f"{seconds['stock']:.3f}",
         "threads": torch.get_num_threads(),
-        "cpu": platform.processor() or platform.machine(),
+        "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine(),
+        "bf16": bf16,
     }
 
 
@@ -176,12 +187,14 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--steps", type=int, default=24, help="steps of each trainer that count")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--bf16", action="store_true", help="train in bfloat16, as TRL does by default")
     parser.add_argument("--output", type=Path, default=DATA)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     rows = []
     for name in args.cases:
-        rows.append(measure(CASES[name], args.steps, name))
+        rows.append(measure(CASES[name], args.steps, name, args.device, args.bf16))
         print(*(f"{key}={value}" for key, value in rows[-1].items()), flush=True)
     args.output.parent.mkdir(parents=True, exist_ok=True)
     with args.output.open("w", newline="") as file:
