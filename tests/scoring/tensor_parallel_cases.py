@@ -15,6 +15,7 @@ import torch.distributed as dist
 from tests.scoring.oracle import oracle_scores
 from trl_support_replay.scoring import (
     LMHead,
+    LogitShifts,
     LoRAFactors,
     SupportCSR,
     VocabShard,
@@ -34,6 +35,7 @@ PARTS = {
     "lora": {"lora": True},
     "all": {"bias": True, "softcap": 1.5, "lora": True},
 }
+SHIFTS = LogitShifts(1.3, 0.7, 0.5, {2: 1.5, 30: -2.0})
 
 
 @contextlib.contextmanager
@@ -117,6 +119,10 @@ def check(parts: str, implementation: str, outputs: tuple[str, ...], bounds: lis
         local["hidden"] = whole["hidden"].detach().chunk(world)[rank].clone().requires_grad_()
     shard = VocabShard(start, stop, dist.group.WORLD, reduce_hidden_grad=not sequence_parallel)
     ids, support = torch.tensor(sampled, dtype=torch.long), SupportCSR.from_lists(rows)
+    shifts = None
+    if kind == "shifted":
+        shifts = SHIFTS.of_request(np.array([1, 40]), np.array(sampled), support.token_ids, support.offsets)
+        support = SupportCSR.from_numpy(support.token_ids, support.offsets, shifts=shifts)
     settings = {"temperature": TEMPERATURE, "outputs": outputs, "empty_rows": "full"}
     hidden = _GatherSequence.apply(local["hidden"]) if sequence_parallel else local["hidden"]
     with counted_collectives() as forward:
@@ -144,7 +150,7 @@ def check(parts: str, implementation: str, outputs: tuple[str, ...], bounds: lis
     exact = {name: x.detach().double().requires_grad_() for name, x in whole.items()}
     want_loss = sum(x.sum() * 0 for x in exact.values())
     if rows:
-        expected = oracle_scores(exact["hidden"], make_head(exact), sampled, rows, TEMPERATURE)
+        expected = oracle_scores(exact["hidden"], make_head(exact), sampled, rows, TEMPERATURE, shifts)
         for name in outputs:
             torch.testing.assert_close(getattr(scores, name).double(), expected[name], rtol=1e-6, atol=1e-6)
             want_loss = want_loss + (expected[name] * upstream[name]).sum()
@@ -202,6 +208,8 @@ def cases(world: int) -> dict[str, tuple]:
         add(parts, "sparse", outputs, BOUNDS[world][0], kind, "replicated")
     for parts, outputs in itertools.product(("plain", "lora"), (SUPPORT, OUTPUTS)):
         add(parts, "sparse", outputs, BOUNDS[world][0], "mixed", "sequence")
+    for bounds, implementation in itertools.product(BOUNDS[world], ("sparse", "from_logits")):
+        add("bias", implementation, SUPPORT, bounds, "shifted", "replicated")
     return found
 
 
