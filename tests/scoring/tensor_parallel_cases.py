@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from tests.scoring.oracle import oracle_scores
 from trl_support_replay.scoring import (
+    CandidateShifts,
     LMHead,
-    LogitShifts,
     LoRAFactors,
     SupportCSR,
     VocabShard,
@@ -23,6 +23,7 @@ from trl_support_replay.scoring import (
     score_support_from_logits,
 )
 from trl_support_replay.scoring.arguments import OUTPUTS
+from trl_support_replay.traces.shifts import LogitShifts
 
 VOCAB, WIDTH, TEMPERATURE = 53, 6, 0.8
 SUPPORT = ("logprobs", "support_entropy")
@@ -121,7 +122,8 @@ def check(parts: str, implementation: str, outputs: tuple[str, ...], bounds: lis
     ids, support = torch.tensor(sampled, dtype=torch.long), SupportCSR.from_lists(rows)
     shifts = None
     if kind == "shifted":
-        shifts = SHIFTS.of_request(np.array([1, 40]), np.array(sampled), support.token_ids, support.offsets)
+        of_tokens = np.array(sampled), support.token_ids, support.offsets
+        shifts = CandidateShifts(*SHIFTS.of_request(np.array([1, 40]), *of_tokens))
         support = SupportCSR.from_numpy(support.token_ids, support.offsets, shifts=shifts)
     settings = {"temperature": TEMPERATURE, "outputs": outputs, "empty_rows": "full"}
     hidden = _GatherSequence.apply(local["hidden"]) if sequence_parallel else local["hidden"]

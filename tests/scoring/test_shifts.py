@@ -9,12 +9,12 @@ import torch
 from trl_support_replay.scoring import (
     CandidateShifts,
     LMHead,
-    LogitShifts,
     SupportCSR,
     score_candidates,
     score_support,
     score_support_from_logits,
 )
+from trl_support_replay.traces.shifts import LogitShifts
 
 from .inputs import ALL, head_and_states
 from .oracle import logits_of
@@ -36,7 +36,7 @@ def request(settings: LogitShifts, seed: int = 0):
     rows = [np.sort(rng.permutation(VOCAB)[: rng.integers(1, 12)]).tolist() for _ in range(LENGTH)]
     output = [int(rng.choice(row)) for row in rows]
     support = SupportCSR.from_lists(rows)
-    shifts = settings.of_request(PROMPT, np.array(output), support.token_ids, support.offsets)
+    shifts = CandidateShifts(*settings.of_request(PROMPT, np.array(output), support.token_ids, support.offsets))
     return output, rows, SupportCSR.from_numpy(support.token_ids, support.offsets, shifts=shifts)
 
 
@@ -136,9 +136,9 @@ def test_padding_counts_as_seen_where_it_is_given_with_the_prompt():
     """As in transformers, whose penalty sees the padded ids."""
     ids, offsets, pad = np.array([0, 1]), np.array([0, 2]), 0
     settings = LogitShifts(repetition_penalty=2.0)
-    bare = settings.of_request(np.array([9]), np.array([1]), ids, offsets)
-    padded = settings.of_request(np.array([pad, 9]), np.array([1]), ids, offsets)
-    assert bare.factor.tolist() == [1, 1] and padded.factor.tolist() == [2, 1]
+    _, bare, _ = settings.of_request(np.array([9]), np.array([1]), ids, offsets)
+    _, padded, _ = settings.of_request(np.array([pad, 9]), np.array([1]), ids, offsets)
+    assert bare.tolist() == [1, 1] and padded.tolist() == [2, 1]
 
 
 def test_what_cannot_be_scored_is_refused_by_name():
