@@ -17,9 +17,12 @@ def replayed_shifts(args: Any) -> dict[str, Any]:
     say which settings a completion was sampled with.
     """
     colocated = args.use_vllm and getattr(args, "vllm_mode", "colocate") == "colocate"
-    if not (getattr(args, "replays_shifts", False) and colocated) or args.save_traces or args.support_growth:
+    if not (getattr(args, "replays_shifts", False) and colocated):
         return {}
-    if args.beta and args.kl_scope == "full":
+    # A run of TRL's own, which is judged before it is changed, lacks the replaying trainers' settings.
+    if getattr(args, "save_traces", None) or getattr(args, "support_growth", False):
+        return {}
+    if args.beta and getattr(args, "kl_scope", "support") == "full":
         return {}
     kwargs = args.generation_kwargs if isinstance(args.generation_kwargs, Mapping) else {}
     given = {"repetition_penalty": args.repetition_penalty, **kwargs}
