@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from trl_support_replay.scoring import LMHead
+from trl_support_replay.scoring import CandidateShifts, LMHead
 
 
 def logits_of(hidden: torch.Tensor, head: LMHead, temperature: float = 1.0) -> torch.Tensor:
@@ -38,6 +38,19 @@ def scores_from_logits(logits: torch.Tensor, sampled: list[int], rows: list[list
 
 
 def oracle_scores(
-    hidden: torch.Tensor, head: LMHead, sampled: list[int], rows: list[list[int]], temperature: float = 1.0
+    hidden: torch.Tensor,
+    head: LMHead,
+    sampled: list[int],
+    rows: list[list[int]],
+    temperature: float = 1.0,
+    shifts: CandidateShifts | None = None,
 ) -> dict[str, torch.Tensor]:
-    return scores_from_logits(logits_of(hidden, head, temperature), sampled, rows)
+    """With shifts, of rows without an empty one, the scores over the support are the shifted ones."""
+    if shifts is None:
+        return scores_from_logits(logits_of(hidden, head, temperature), sampled, rows)
+    places = torch.tensor([[i, v] for i, row in enumerate(rows) for v in row]).T
+    z = logits_of(hidden, head)[tuple(places)] + torch.from_numpy(shifts.bias)
+    factor = torch.from_numpy(shifts.factor)
+    z = torch.where(z > 0, z / factor, z * factor) - torch.from_numpy(shifts.penalty)
+    logits = torch.full((len(rows), head.weight.shape[0]), -1e3).double().index_put(tuple(places), z / temperature)
+    return scores_from_logits(logits, sampled, rows)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from tests.scoring.oracle import oracle_scores
 from trl_support_replay.scoring import (
+    CandidateShifts,
     LMHead,
     LoRAFactors,
     SupportCSR,
@@ -22,6 +23,7 @@ from trl_support_replay.scoring import (
     score_support_from_logits,
 )
 from trl_support_replay.scoring.arguments import OUTPUTS
+from trl_support_replay.traces.shifts import LogitShifts
 
 VOCAB, WIDTH, TEMPERATURE = 53, 6, 0.8
 SUPPORT = ("logprobs", "support_entropy")
@@ -34,6 +36,7 @@ PARTS = {
     "lora": {"lora": True},
     "all": {"bias": True, "softcap": 1.5, "lora": True},
 }
+SHIFTS = LogitShifts(1.3, 0.7, 0.5, {2: 1.5, 30: -2.0})
 
 
 @contextlib.contextmanager
@@ -117,6 +120,11 @@ def check(parts: str, implementation: str, outputs: tuple[str, ...], bounds: lis
         local["hidden"] = whole["hidden"].detach().chunk(world)[rank].clone().requires_grad_()
     shard = VocabShard(start, stop, dist.group.WORLD, reduce_hidden_grad=not sequence_parallel)
     ids, support = torch.tensor(sampled, dtype=torch.long), SupportCSR.from_lists(rows)
+    shifts = None
+    if kind == "shifted":
+        of_tokens = np.array(sampled), support.token_ids, support.offsets
+        shifts = CandidateShifts(*SHIFTS.of_request(np.array([1, 40]), *of_tokens))
+        support = SupportCSR.from_numpy(support.token_ids, support.offsets, shifts=shifts)
     settings = {"temperature": TEMPERATURE, "outputs": outputs, "empty_rows": "full"}
     hidden = _GatherSequence.apply(local["hidden"]) if sequence_parallel else local["hidden"]
     with counted_collectives() as forward:
@@ -144,7 +152,7 @@ def check(parts: str, implementation: str, outputs: tuple[str, ...], bounds: lis
     exact = {name: x.detach().double().requires_grad_() for name, x in whole.items()}
     want_loss = sum(x.sum() * 0 for x in exact.values())
     if rows:
-        expected = oracle_scores(exact["hidden"], make_head(exact), sampled, rows, TEMPERATURE)
+        expected = oracle_scores(exact["hidden"], make_head(exact), sampled, rows, TEMPERATURE, shifts)
         for name in outputs:
             torch.testing.assert_close(getattr(scores, name).double(), expected[name], rtol=1e-6, atol=1e-6)
             want_loss = want_loss + (expected[name] * upstream[name]).sum()
@@ -202,6 +210,8 @@ def cases(world: int) -> dict[str, tuple]:
         add(parts, "sparse", outputs, BOUNDS[world][0], kind, "replicated")
     for parts, outputs in itertools.product(("plain", "lora"), (SUPPORT, OUTPUTS)):
         add(parts, "sparse", outputs, BOUNDS[world][0], "mixed", "sequence")
+    for bounds, implementation in itertools.product(BOUNDS[world], ("sparse", "from_logits")):
+        add("bias", implementation, SUPPORT, bounds, "shifted", "replicated")
     return found
 
 

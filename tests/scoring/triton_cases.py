@@ -8,9 +8,18 @@ from __future__ import annotations
 
 import argparse
 
+import numpy as np
 import torch
 
-from trl_support_replay.scoring import LMHead, LoRAFactors, SupportCSR, kernels_triton, plan, score_support
+from trl_support_replay.scoring import (
+    CandidateShifts,
+    LMHead,
+    LoRAFactors,
+    SupportCSR,
+    kernels_triton,
+    plan,
+    score_support,
+)
 
 OUTPUTS = ("logprobs", "support_entropy")
 
@@ -37,10 +46,19 @@ def check(dtype: torch.dtype, width: int, parts: str, device: str) -> None:
     leaves = [hidden, weight] + ([bias, a, b] if parts == "all" else [])
     head = LMHead(weight, bias, softcap=3.0, lora=LoRAFactors(a, b, 0.5)) if parts == "all" else LMHead(weight)
     upstream = torch.randn(num_tokens, generator=generator).to(device)
+    support = SupportCSR.from_lists(rows, device)
+    rng, count = np.random.default_rng(0), len(support.token_ids)
+    shifts = CandidateShifts(rng.normal(size=count), rng.choice([1, 1.3], count), rng.normal(size=count))
+    shifts = shifts if parts == "shifted" else None
     results = []
     for implementation in ("reference", "triton", "triton"):
         scores = score_support(
-            hidden, head, sampled, SupportCSR.from_lists(rows, device), outputs=OUTPUTS, implementation=implementation
+            hidden,
+            head,
+            sampled,
+            SupportCSR.from_numpy(support.token_ids, support.offsets, device, shifts),
+            outputs=OUTPUTS,
+            implementation=implementation,
         )
         loss = (scores.logprobs * upstream).sum() + scores.support_entropy.sum()
         results.append((scores.logprobs, scores.support_entropy, *torch.autograd.grad(loss, leaves)))
@@ -59,7 +77,7 @@ def main() -> None:
     if device == "cpu":  # small ones, so that small inputs have several; and the interpreter is slow
         kernels_triton.BLOCK_PAIRS, kernels_triton.BLOCK_WIDTH = 4, 16
     for dtype, width, *cases in (
-        (torch.float64, 16, "all"),
+        (torch.float64, 16, "all", "shifted"),
         (torch.float32, 37, "plain", "column-major", "all"),
         (torch.bfloat16, 21, "column-major"),
         (torch.float16, 5, "all"),

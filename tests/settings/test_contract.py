@@ -13,8 +13,10 @@ from trl_support_replay.settings.contract import (
     normalize_top_k,
     sampling_settings,
 )
+from trl_support_replay.settings.shifted import as_arguments
 
 VLLM = {"use_vllm": True, "top_k": 20, "top_p": 0.9}
+SERVER = VLLM | {"vllm_mode": "server"}
 HF = {"use_vllm": False, "top_p": 0.9}
 
 
@@ -191,8 +193,34 @@ def test_every_refusal_is_found_not_only_the_first(tmp_path):
     args = config(tmp_path, **VLLM)
     args.temperature, args.generation_kwargs = 0.0, {"top_p": 7, "nonsense": 1, "seed": 3, **SHIFTED}
     settings, refused = find_refusals(args)
-    names = ["top_p", "temperature", "generation_kwargs['nonsense']", "generation_kwargs['repetition_penalty']"]
-    assert [error.setting for error in refused] == names and settings.top_k == 20
+    names = ["top_p", "temperature", "generation_kwargs['nonsense']"]
+    assert [error.setting for error in refused] == names and settings.top_k == 20 and settings.shifts == SHIFTED
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "shifts"),
+    [
+        ({"repetition_penalty": 1.1}, {"repetition_penalty": 1.1}),
+        ({"repetition_penalty": 1.1, "generation_kwargs": SHIFTED | {"min_tokens": 2}}, SHIFTED),
+        ({"generation_kwargs": {"presence_penalty": 0.1}}, {"presence_penalty": 0.1}),
+        ({"generation_kwargs": {"frequency_penalty": -0.1}}, {"frequency_penalty": -0.1}),
+        ({"generation_kwargs": {"logit_bias": {5: -INF, 6: 1.0}}}, {"logit_bias": {5: -INF, 6: 1.0}}),
+        ({"generation_kwargs": {"logit_bias": {5: -INF}, "presence_penalty": 0.0}}, {}),
+    ],
+)
+def test_shifts_are_replayed_beside_truncation_in_colocated_training(tmp_path, kwargs, shifts):
+    args = config(tmp_path, **VLLM, **kwargs)
+    assert check_contract(args).shifts == shifts
+    plain = SimpleNamespace(**vars(args))  # of a server or a command, which cannot say that it shifts
+    if shifts:
+        with pytest.raises(UnreplayableSettingError, match="cannot be replayed: it shifts logits"):
+            check_contract(plain)
+
+
+def test_a_bias_of_minus_infinity_shifts_nothing():
+    """The support is without its token."""
+    assert as_arguments({"logit_bias": {5: -INF, 6: 1.0}}) == {"logit_bias": {6: 1.0}}
+    assert as_arguments({"presence_penalty": 0.1}) == {"presence_penalty": 0.1, "logit_bias": {}}
 
 
 @pytest.mark.parametrize("engine", [VLLM, HF])
@@ -221,18 +249,22 @@ def test_a_fixed_seed_is_warned_of(tmp_path, caplog, name):
         (VLLM | {"vllm_mode": "server", "vllm_engine_kwargs": {"seed": 1}}, "vllm_engine_kwargs"),
         (VLLM | {"temperature": 0.0}, "temperature"),
         (HF | {"temperature": 0.0}, "temperature"),
-        (VLLM | {"repetition_penalty": 1.1}, "repetition_penalty"),
+        (SERVER | {"repetition_penalty": 1.1}, "repetition_penalty"),
         (VLLM | {"top_k": 0, "support_capture": "logprobs"}, "top_p"),
         (VLLM | {"top_k": None, "top_p": 1.0, "min_p": 0.1, "support_capture": "logprobs"}, "min_p"),
         (VLLM | {"top_p": 1.2}, "top_p"),
         (VLLM | {"generation_kwargs": {"temperature": 0.7}}, "generation_kwargs['temperature']"),
         (VLLM | {"generation_kwargs": {"top_k": 1}}, "top_k"),
-        (VLLM | {"generation_kwargs": {"presence_penalty": 0.1}}, "generation_kwargs['presence_penalty']"),
-        (VLLM | {"generation_kwargs": {"frequency_penalty": -0.1}}, "generation_kwargs['frequency_penalty']"),
-        (VLLM | {"generation_kwargs": {"repetition_penalty": 1.2}}, "generation_kwargs['repetition_penalty']"),
-        (VLLM | {"generation_kwargs": {"logit_bias": {5: 1.0}}}, "generation_kwargs['logit_bias']"),
+        (SERVER | {"generation_kwargs": {"presence_penalty": 0.1}}, "generation_kwargs['presence_penalty']"),
+        (SERVER | {"generation_kwargs": {"frequency_penalty": -0.1}}, "generation_kwargs['frequency_penalty']"),
+        (SERVER | {"generation_kwargs": {"repetition_penalty": 1.2}}, "generation_kwargs['repetition_penalty']"),
+        (SERVER | {"generation_kwargs": {"logit_bias": {5: 1.0}}}, "generation_kwargs['logit_bias']"),
+        (VLLM | {"generation_kwargs": {"repetition_penalty": 0.0}}, "generation_kwargs['repetition_penalty']"),
+        (VLLM | {"generation_kwargs": {"presence_penalty": "0.1"}}, "generation_kwargs['presence_penalty']"),
+        (VLLM | {"generation_kwargs": {"logit_bias": {5: INF}}}, "generation_kwargs['logit_bias']"),
+        (VLLM | {"generation_kwargs": {"logit_bias": {"5": 1.0}}}, "generation_kwargs['logit_bias']"),
         (
-            VLLM | {"generation_kwargs": {"logit_bias": {5: -INF, 6: 1.0}}},
+            SERVER | {"generation_kwargs": {"logit_bias": {5: -INF, 6: 1.0}}},
             "generation_kwargs['logit_bias']",
         ),
         (

@@ -14,7 +14,9 @@ import torch
 
 from ..scoring import SupportCSR
 from ..scoring.plan import to_device
+from ..scoring.shifts import CandidateShifts
 from ..traces.columns import Trace
+from ..traces.shifts import LogitShifts
 from ..traces.support import SupportRows
 
 _KEPT_PAIRS = 2**20
@@ -82,7 +84,12 @@ class BatchLayout:
         sampled = np.concatenate([s.completion_ids[places] for s, places in zip(samples, scored, strict=True)])
         positions = ScoredPositions(torch.from_numpy(states), torch.from_numpy(sampled.astype(np.int64)))
         rows = SupportRows.concatenate([s.supports[places] for s, places in zip(samples, scored, strict=True)])
-        support = SupportCSR.from_numpy(rows.token_ids, rows.offsets, device)
+        shifts = None
+        if any(sample.shifts is not None for sample in samples):
+            shifts = CandidateShifts.concatenate(
+                [_shifts(s, places) for s, places in zip(samples, scored, strict=True)]
+            )
+        support = SupportCSR.from_numpy(rows.token_ids, rows.offsets, device, shifts)
         return cls((num_samples, width), to_device(positions, device), support)
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
@@ -90,6 +97,17 @@ class BatchLayout:
         num_samples, width = self.shape
         grid = values.new_zeros(num_samples * width).index_copy(0, self.positions.states.to(values.device), values)
         return grid.view(num_samples, width)[:, :-1]
+
+
+def _shifts(sample: Trace, places: np.ndarray) -> CandidateShifts:
+    """The shifts of the candidates of some tokens of a completion."""
+    rows = sample.supports
+    of_all = (sample.shifts or LogitShifts()).of_request(
+        sample.prompt_ids, sample.completion_ids, rows.token_ids, rows.offsets
+    )
+    chosen = np.zeros(len(rows), bool)
+    chosen[places] = True
+    return CandidateShifts(*of_all).take(np.flatnonzero(np.repeat(chosen, rows.sizes)))
 
 
 class SampleBatch(list[Trace]):

@@ -10,6 +10,7 @@ import torch
 
 from ..routing.batch import RouteBatch
 from ..traces.columns import Trace
+from ..traces.shifts import check_unshifted
 from ..traces.support import SupportRows
 from .core import PackedSeqParams
 from .sequence_shard import SequenceShard
@@ -98,6 +99,7 @@ class MicroBatch:
             raise ValueError("There is no trace to lay out.")
         for i, trace in enumerate(traces):
             trace.check(f"trace {i}", vocab_size)
+        check_unshifted(traces, "scores in Megatron-Core do not repeat that")
         lengths, starts, shape = _layout(traces, multiple, width, packed)
         num_positions = shape[0] * shape[1]
         input_ids = np.full(num_positions, pad_token_id, dtype=np.int64)

@@ -11,6 +11,7 @@ import numpy as np
 from ..traces.columns import Trace
 from ..traces.rollout_keys import ROLLOUT_KEY, ROUTES_KEY
 from ..traces.routes import RoutedExperts
+from ..traces.shifts import LogitShifts
 from ..traces.support import SupportError, SupportRows
 from .recorder import SupportRecorder
 
@@ -52,6 +53,7 @@ def collect_samples(
     synthetic_eos: str,
     leave_out: Sequence[bool],
     asked_by: str,
+    shifts: LogitShifts | None = None,
 ) -> Collected:
     """Find the support of every sampled token of `B` completions.
 
@@ -69,6 +71,7 @@ def collect_samples(
         synthetic_eos: `"full_vocab"`, `"mask"` or `"error"`.
         leave_out: completions that leave the loss altogether (truncated ones, when those are masked).
         asked_by: the sampling settings that switched replay on, for errors.
+        shifts: settings that shift logits by the tokens of one request, which a completion then has to be.
 
     Raises:
         SupportError: naming completion, token and numbers, when a sampled token has no support, is not in it, or is not
@@ -76,6 +79,11 @@ def collect_samples(
     """
     _check_logprobs_given(logprobs)
     assert logprobs is not None
+    if shifts is not None and (tool_mask is not None or given is not None):
+        raise SupportError(
+            f"{shifts}: what these settings do depends on where each request began, and a completion of several "
+            "requests or of a rollout_func does not tell. Leave them out, or sample each completion by one request."
+        )
     table, sampled_there = recorder.table(), recorder.token_ids()
     collected = Collected(tool_mask=None if tool_mask is None else [list(mask) for mask in tool_mask])
     for name, of_rollout in ((ROLLOUT_KEY, given), (ROUTES_KEY, given_routes)):
@@ -141,7 +149,8 @@ def collect_samples(
             if routes is None and not rows.nnz:
                 routes = recorder.no_routes(len(whole))  # nothing that was sampled is left
         recorded = np.where(rows.sizes > 0, values, np.nan).astype(np.float32)
-        collected.samples.append(Trace(prompt, token_ids.astype(np.int32), mask, recorded, rows, routes))
+        trace = Trace(prompt, token_ids.astype(np.int32), mask, recorded, rows, routes, shifts=shifts)
+        collected.samples.append(trace)
         collected.logprobs.append(values)
     return collected
 

@@ -4,9 +4,11 @@ from .candidate_scores import score_candidates
 from .candidates import SupportCSR
 from .head_from_model import ModelHead, lm_head_from_model
 from .lm_head import LMHead, LoRAFactors, VocabShard
+from .shifts import CandidateShifts
 from .support_scores import SupportScores, score_support, score_support_from_logits
 
 __all__ = [
+    "CandidateShifts",
     "LMHead",
     "LoRAFactors",
     "ModelHead",

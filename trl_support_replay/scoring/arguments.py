@@ -81,6 +81,11 @@ def check_arguments(
     unknown = [name for name in outputs if name not in OUTPUTS]
     if unknown or not outputs:
         raise ValueError(f"outputs={tuple(outputs)}: choose one or more among {', '.join(OUTPUTS)}.")
+    if "log_mass" in outputs and support.shifts is not None:
+        raise ValueError(
+            "outputs has log_mass, and the supports carry shifts of their logits: the support is part of the shifted "
+            "distribution, and the whole vocabulary would be scored without shifts. Leave log_mass out."
+        )
     if empty_rows not in EMPTY_ROWS:
         raise ValueError(f"empty_rows='{empty_rows}' is not among {', '.join(EMPTY_ROWS)}.")
     if empty_rows == "error" and support.num_empty:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from .candidates import SupportCSR
@@ -59,14 +58,9 @@ def _score(hidden: torch.Tensor, head: LMHead, support: SupportCSR, temperature:
             lora_b = head.lora.b
         inputs = Projection(hidden, head.weight, head.bias, low_rank, lora_b)
         logits = LogitTransform(head.logit_scale, head.softcap, temperature)(project_pairs(inputs, plan))
+        logits = plan.shifted(logits, temperature)
         maximum, sum_exp, *_ = SegmentStatistics.apply(logits, plan.pair_rows, plan.row_offsets, None)
         logprobs = logits - (maximum + sum_exp.log())[plan.pair_rows]
-    # The plan sorts rows by size and candidates by id; both orders are of the same (token, candidate) pairs.
-    sizes = np.diff(support.offsets)
-    rows = np.repeat(np.arange(len(sizes)), sizes)
-    places = np.lexsort((support.token_ids, rows))
-    places = places[sizes[rows[places]] > 1]
-    order = np.lexsort((plan.host_pair_ids, plan.pair_tokens))
-    result = logprobs.new_zeros(len(rows))
-    result[torch.from_numpy(places).to(result.device)] = logprobs[torch.from_numpy(order).to(result.device)]
+    result = logprobs.new_zeros(len(support.token_ids))
+    result[torch.from_numpy(support.places_of(plan, 0)).to(result.device)] = logprobs
     return result

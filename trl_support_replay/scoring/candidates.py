@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from .plan import CandidatePlan, make_plan, to_device
+from .shifts import CandidateShifts
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,25 +26,35 @@ class SupportCSR:
         offsets: `[N + 1]` int64, row `i` is `token_ids[offsets[i]:offsets[i + 1]]`. An empty row has no recorded
             support.
         device: where the scores will be computed.
+        shifts: what the sampler did to the logits of the candidates; `None` for nothing. Whatever scores these supports
+            does the same to the logits of the policy.
     """
 
     token_ids: np.ndarray
     offsets: np.ndarray
     device: torch.device
+    shifts: CandidateShifts | None = None
     _plans: dict[tuple[int, int, str], CandidatePlan] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def from_numpy(cls, token_ids: Any, offsets: Any, device: torch.device | str = "cpu") -> SupportCSR:
+    def from_numpy(
+        cls,
+        token_ids: Any,
+        offsets: Any,
+        device: torch.device | str = "cpu",
+        shifts: CandidateShifts | None = None,
+    ) -> SupportCSR:
         """Supports from host arrays, which are not copied.
 
         Args:
             token_ids: `[nnz]` integers.
             offsets: `[N + 1]` integers from 0 to `nnz`, never falling.
             device: where the scores will be computed.
+            shifts: of the `nnz` candidates' logits, where the sampler shifted them.
 
         Raises:
             ValueError: offsets that do not start at 0, fall somewhere, or do not end at `nnz`; ids or offsets that are
-                not integers.
+                not integers; another number of shifts than of ids.
         """
         ids, ends = np.asarray(token_ids), np.asarray(offsets)
         for name, array in (("token_ids", ids), ("offsets", ends)):
@@ -61,7 +72,9 @@ class SupportCSR:
         falls = np.flatnonzero(np.diff(ends) < 0)
         if len(falls):
             raise ValueError(f"offsets fall from {ends[falls[0]]} to {ends[falls[0] + 1]} at row {falls[0]}.")
-        return cls(ids, ends, torch.device(device))
+        if shifts is not None and len(shifts) != len(ids):
+            raise ValueError(f"{len(shifts)} shifts for {len(ids)} token ids.")
+        return cls(ids, ends, torch.device(device), shifts)
 
     @classmethod
     def from_lists(cls, rows: Sequence[Sequence[int]], device: torch.device | str = "cpu") -> SupportCSR:
@@ -84,7 +97,7 @@ class SupportCSR:
         ids, places = np.unique(self.token_ids, return_inverse=True)
         ids = ids.astype(np.int64)
         union = to_device(torch.from_numpy(ids), self.device)
-        return ids, union, SupportCSR(places, self.offsets, self.device)
+        return ids, union, SupportCSR(places, self.offsets, self.device, self.shifts)
 
     def take(self, rows: np.ndarray) -> SupportCSR:
         """The rows at some indices, in their order.
@@ -95,12 +108,13 @@ class SupportCSR:
         starts, sizes = self.offsets[rows], np.diff(self.offsets)[rows]
         offsets = np.concatenate([[0], np.cumsum(sizes)])
         source = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], sizes)
-        return SupportCSR.from_numpy(self.token_ids[source], offsets, self.device)
+        shifts = None if self.shifts is None else self.shifts.take(source)
+        return SupportCSR.from_numpy(self.token_ids[source], offsets, self.device, shifts)
 
     def to(self, device: torch.device | str) -> SupportCSR:
         """The same supports for another device."""
         device = torch.device(device)
-        return self if device == self.device else SupportCSR(self.token_ids, self.offsets, device)
+        return self if device == self.device else SupportCSR(self.token_ids, self.offsets, device, self.shifts)
 
     def explain(self, sampled_ids: torch.Tensor, vocab_size: int | None) -> None:
         """Say which token was not sampled from its row, when scoring has found that one was not.
@@ -158,5 +172,20 @@ class SupportCSR:
         """
         key = (start, stop, kernel)
         if key not in self._plans:
-            self._plans[key] = make_plan(self.token_ids, self.offsets, start, stop, kernel=kernel, device=self.device)
+            plan = make_plan(self.token_ids, self.offsets, start, stop, kernel=kernel, device=self.device)
+            if self.shifts is not None:
+                shifts = self.shifts.on_pairs(self.places_of(plan, start))
+                plan = replace(plan, shifts=to_device(shifts, self.device))
+            self._plans[key] = plan
         return self._plans[key]
+
+    def places_of(self, plan: CandidatePlan, start: int) -> np.ndarray:
+        """`[P]` int64, where the pairs of a plan of this object stand in `token_ids`.
+
+        Args:
+            start: the first id of the plan's part of the vocabulary.
+        """
+        bits = int(self.token_ids.max(initial=1)).bit_length()
+        keys = np.repeat(np.arange(len(self)) << bits, np.diff(self.offsets)) | self.token_ids.astype(np.int64)
+        order = np.argsort(keys, kind="stable")
+        return order[np.searchsorted(keys[order], plan.pair_tokens << bits | (plan.host_pair_ids + start))]

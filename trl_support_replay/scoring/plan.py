@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from .blocks import Block, Columns, SparseBlock, UnionBlock
+from .shifts import PairShifts
 from .tile_pairs import TilePairs
 from .wide_rows import RepeatedIdError, first_wide_row, wide_blocks
 
@@ -56,6 +57,7 @@ class CandidatePlan:
         num_ids: ids of the shard.
         widest: pairs of the row that has most.
         host_rows, host_pair_rows, host_pair_ids: `rows`, `pair_rows` and `pair_ids` on the host.
+        shifts: of the pairs' logits; `None` where the sampler shifted none.
     """
 
     rows: torch.Tensor
@@ -74,6 +76,7 @@ class CandidatePlan:
     host_rows: np.ndarray
     host_pair_rows: np.ndarray
     host_pair_ids: np.ndarray
+    shifts: PairShifts | None = None
 
     @property
     def num_pairs(self) -> int:
@@ -83,6 +86,10 @@ class CandidatePlan:
     def pair_tokens(self) -> np.ndarray:
         """`[P]` int64 on the host, the token of each pair."""
         return self.host_rows[self.host_pair_rows]
+
+    def shifted(self, logits: torch.Tensor, temperature: float) -> torch.Tensor:
+        """`[P]` logits as the sampler had them, from those of the model; both divided by the temperature."""
+        return logits if self.shifts is None else self.shifts(logits, temperature)
 
     @functools.cached_property
     def tile_pairs(self) -> TilePairs:

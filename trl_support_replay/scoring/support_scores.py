@@ -37,6 +37,10 @@ class SupportScores:
         full_logprobs: log-prob of the sampled token over the whole vocabulary.
         full_entropy: entropy over the whole vocabulary, in nats.
         log_mass: log of the whole-vocabulary probability that the support holds.
+
+    Where the supports carry shifts, `logprobs` and `support_entropy` are those of the shifted distribution, which the
+    sampler drew from. `full_logprobs` and `full_entropy`, and the log-prob of a token without recorded support, are
+    those of the policy without shifts. `log_mass` would compare the two, so it is refused.
     """
 
     logprobs: torch.Tensor | None = None
@@ -168,7 +172,7 @@ def _score(
         hidden, low_rank, lora_b = _shared_inputs(hidden, head)
         if implementation == "reference":
             logits = transform(dense_projection(Projection(hidden, head.weight, head.bias, low_rank, lora_b)))
-            return _score_dense(logits, sampled_ids, plan, head.shard, outputs)
+            return _score_dense(logits, sampled_ids, plan, head.shard, temperature, outputs)
 
         sampled = sampled_ids.long() - head.vocab_range[0]
         whole = not FULL_OUTPUTS.isdisjoint(outputs)
@@ -176,7 +180,8 @@ def _score(
             plan, transform, sampled, whole, hidden, head.weight, head.bias, low_rank, lora_b
         )
         full = RowStatistics(maximum, sum_exp, sum_zexp, target)
-        return _finish(transform(pairs), full, sampled, plan, head.group, outputs, len(hidden))
+        pairs = plan.shifted(transform(pairs), temperature)
+        return _finish(pairs, full, sampled, plan, head.group, outputs, len(hidden))
 
 
 def score_support_from_logits(
@@ -209,7 +214,7 @@ def score_support_from_logits(
     whole = None if shard is not None and shard.group is not None else plan.num_ids
     with full_precision(logits.device), _token_named(support, sampled_ids, whole):
         logits = logits.to(compute_dtype(logits)) / temperature
-        return _score_dense(logits, sampled_ids, plan, shard, outputs)
+        return _score_dense(logits, sampled_ids, plan, shard, temperature, outputs)
 
 
 def _shared_inputs(hidden: torch.Tensor, head: LMHead) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
@@ -234,10 +239,11 @@ def _score_dense(
     sampled_ids: torch.Tensor,
     plan: CandidatePlan,
     shard: VocabShard | None,
+    temperature: float,
     outputs: Sequence[str],
 ) -> SupportScores:
     sampled = sampled_ids.long() - (0 if shard is None else shard.start)
-    pair_logits = logits[plan.rows[plan.pair_rows], plan.pair_ids]
+    pair_logits = plan.shifted(logits[plan.rows[plan.pair_rows], plan.pair_ids], temperature)
     if FULL_OUTPUTS.isdisjoint(outputs):
         full = full_statistics(logits[plan.empty_rows], sampled[plan.empty_rows])
     else:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from trl import GRPOConfig, RLOOConfig
 
-from .contract import check_contract, refuse_neftune, spell_off_alike, warnings_of
+from .contract import check_contract, spell_off_alike, warnings_of
+from .neftune import refuse_neftune
 from .urls import without_credentials
 
 if TYPE_CHECKING:
@@ -35,6 +36,9 @@ _NUMBERS = ("replay_tolerance", "support_mass_floor", "routes_gap_steps", "vllm_
 @dataclass
 class ReplayConfig(_TRLConfig):
     """What the configurations of all replaying trainers have beside TRL's own fields."""
+
+    replays_shifts: ClassVar[bool] = True
+    """These trainers score with the shifts that settings make to logits."""
 
     support_capture: str = field(
         default="auto",
@@ -304,8 +308,9 @@ class SupportReplayGRPOConfig(ReplayConfig, GRPOConfig):
 
     Everything in `trl.GRPOConfig` keeps its meaning. Replay is on as soon as a setting cuts tokens: by truncation
     (`top_k > 0`, `top_p < 1`, `min_p > 0`) or by a constraint (structured outputs, allowed ids, ...). Without one,
-    training is stock GRPO. Settings that change the distribution in another way (penalties, search) are refused in both
-    cases: scoring does not repeat them.
+    training is stock GRPO. Penalties and biases are replayed beside such a setting with colocated vLLM. Settings that
+    change the distribution in another way (a search), and penalties elsewhere, are refused: scoring does not repeat
+    them.
 
     Raises:
         UnreplayableSettingError: at construction, for sampling settings that cannot be replayed exactly.

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from typing import Any
 
+from . import shifted
 from .sampling_table import Field, Refused, generate, trl, unknown, vllm
 
 # vLLM raises lower temperatures to this one, in each request.
@@ -55,6 +56,7 @@ class SamplingSettings:
         min_p: least probability relative to the best token; 0.0 is off.
         other: further settings that are on and cut tokens (`typical_p`, `structured_outputs`, ...), with their values.
         allowed: number of tokens that a constraint leaves at most, where it is known; 0 where it is not.
+        shifts: settings that shift logits as scoring repeats it, with their values.
     """
 
     temperature: float = 1.0
@@ -63,6 +65,7 @@ class SamplingSettings:
     min_p: float = 0.0
     other: Mapping[str, Any] = field(default_factory=dict)
     allowed: int = 0
+    shifts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def cutting(self) -> dict[str, Any]:
@@ -155,14 +158,15 @@ def find_refusals(
     refused += _check_sampling(args, settings)
     routes = getattr(args, "routed_experts_replay", False)
     replays = settings.truncates or routes
-    own = vars(args)
+    own = {name: value for name, value in vars(args).items() if name not in settings.shifts}
     tables = [trl.ALWAYS, trl.WITH_VLLM if args.use_vllm else trl.WITHOUT_VLLM]
     for table in tables:
         given = {name: value for name, value in own.items() if name in table}
         refused += judge(given, table, "{}", routes if table is trl.WITHOUT_VLLM else replays)
     kwargs = args.generation_kwargs if isinstance(args.generation_kwargs, Mapping) else {}
     table = vllm.REQUEST if args.use_vllm else generate.CONFIG
-    refused += judge(kwargs, table, "generation_kwargs[{!r}]", replays)
+    given = {name: value for name, value in kwargs.items() if name not in settings.shifts}
+    refused += judge(given, table, "generation_kwargs[{!r}]", replays)
     if args.use_vllm:
         refused += _check_vllm(args, settings, replays)
         return settings, refused
@@ -220,7 +224,8 @@ def _settings(args: Any, generation_config: Any | None) -> tuple[SamplingSetting
         other=other,
         allowed=vllm.most_allowed(other) if args.use_vllm else 0,
     )
-    return settings, refused
+    # Beside truncation only: scores over the whole vocabulary have no shifts.
+    return replace(settings, shifts=shifted.replayed_shifts(args) if settings.truncates else {}), refused
 
 
 def _check_numbers(given: Mapping[str, Any]) -> Iterator[UnreplayableSettingError]:
@@ -383,18 +388,3 @@ def judge(
             refused = setting.refused(value, replays)
         if refused is not None:
             yield UnreplayableSettingError(spelling.format(name), value, *refused)
-
-
-def refuse_neftune(args: Any) -> None:
-    """Refuse NEFTune, whose noise comes from a hook that is set when training starts.
-
-    Raises:
-        UnreplayableSettingError: `neftune_noise_alpha` is set.
-    """
-    if args.neftune_noise_alpha:
-        raise UnreplayableSettingError(
-            "neftune_noise_alpha",
-            args.neftune_noise_alpha,
-            "it adds noise to the embeddings while the policy is scored, and the engine samples without noise",
-            "Leave it out",
-        )

@@ -12,10 +12,31 @@ from transformers import AutoConfig, GenerationConfig
 
 from ..traces.columns import TraceSchemaError
 from ..traces.reading import is_trace_dataset
+from .contract import SamplingSettings, UnreplayableSettingError
 
 
 class InputError(ValueError):
     """A dataset or folder that training cannot work with."""
+
+
+def check_single_requests(settings: SamplingSettings, arguments: Mapping[str, Any]) -> None:
+    """Refuse shifts of logits where a completion may be the output of several requests.
+
+    Args:
+        arguments: of the trainer, by name.
+
+    Raises:
+        UnreplayableSettingError: naming the setting that shifts logits.
+    """
+    for name in ("tools", "environment_factory", "rollout_func"):
+        if settings.shifts and arguments.get(name):
+            setting, value = next(iter(settings.shifts.items()))
+            raise UnreplayableSettingError(
+                setting,
+                value,
+                f"it depends on where each request began, which is not recorded with {name}",
+                f"Leave it out, or leave out {name}",
+            )
 
 
 def check_dataset(dataset: Any, name: str) -> None:

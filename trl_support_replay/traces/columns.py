@@ -39,17 +39,12 @@ from .errors import TraceSchemaError
 from .multimodal import check_text_only
 from .routes import RoutedExperts, route_dtype
 from .sampling import SAMPLING_TYPE
+from .shifts import LogitShifts, check_unshifted
 from .support import SupportError, SupportRows
 
 SCHEMA_VERSION = 1
 REQUIRED_COLUMNS = ("prompt_ids", "completion_ids", "loss_mask", "sampling_logprobs", "support_ids")
-_ROUTE_COLUMNS = (
-    "routed_experts",
-    "routed_experts_shape",
-    "routed_experts_captured",
-    "routed_experts_layers",
-    "num_experts",
-)
+_ROUTE_COLUMNS = ("routed_experts", *map("routed_experts_{}".format, ("shape", "captured", "layers")), "num_experts")
 _KIND_OF_VALUES = {"loss_mask": "boolean", "routed_experts_captured": "boolean", "sampling_logprobs": "floating"}
 _ENGINE = pa.struct([("name", pa.string()), ("version", pa.string())])
 
@@ -66,6 +61,7 @@ class Trace:
         supports: `T` supports; empty where nobody sampled.
         routes: `P + T` routes, or `None`.
         extra: values of further columns (`reward`, ...).
+        shifts: settings that shifted the logits of one request, whose output is the completion.
     """
 
     prompt_ids: np.ndarray
@@ -75,6 +71,7 @@ class Trace:
     supports: SupportRows
     routes: RoutedExperts | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
+    shifts: LogitShifts | None = None
 
     def check(self, where: str = "trace", vocab_size: int | None = None) -> None:
         """Raise `TraceSchemaError` or `SupportError`, naming token and numbers, when an invariant is broken."""
@@ -184,6 +181,7 @@ def traces_to_table(
         TraceSchemaError: traces with and without routes, or of different models, or with different extra columns, or
             with some that have the names of a trace's own; traces with images.
     """
+    check_unshifted(traces, "a table of traces has no place for that")
     routed = [trace.routes for trace in traces if trace.routes is not None]
     if routed and len(routed) != len(traces):
         raise TraceSchemaError(f"{len(routed)} of {len(traces)} traces have routes; all of a table must, or none.")

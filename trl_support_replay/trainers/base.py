@@ -29,7 +29,7 @@ from ..parallel.tensor_parallel import SampleGroups, check_tensor_parallel
 from ..policy.model_probe import causal_model
 from ..policy.replay_head import ReplayCaller, add_replay_head
 from ..settings.contract import check_contract
-from ..settings.preflight import check_dataset, check_traces, own_generation_config
+from ..settings.preflight import check_dataset, check_single_requests, check_traces, own_generation_config
 from .gap_checks import SAMPLES, GapChecks
 from .passes import LossInputs, ScoringPass, UnscoredBatchError
 from .publishing import PublishesTraces
@@ -96,6 +96,7 @@ class ReplayTrainer(RecordedGeneration, GapChecks, PublishesTraces, _TRLTrainer)
         if train_dataset is not None:
             check_dataset(train_dataset, "train_dataset")
         self.sampling_settings = check_contract(args, own_generation_config(model, args))
+        check_single_requests(self.sampling_settings, kwargs)
         check_rollout = getattr(kwargs.get("rollout_func"), "check_settings", None)
         if check_rollout is not None:
             check_rollout(self.sampling_settings)
@@ -305,7 +306,8 @@ class ReplayTrainer(RecordedGeneration, GapChecks, PublishesTraces, _TRLTrainer)
         extra: tuple[str, ...] = ()
         if current.role == "loss" and not reference:
             extra += ("support_entropy",)
-            if self._full_kl or self._entropy_scope == "full" or self._growth is not None:
+            whole = self._full_kl or self._entropy_scope == "full" or self._growth is not None
+            if whole and not self.sampling_settings.shifts:  # a shifted support is no part of the plain distribution
                 extra += ("log_mass",)
         return extra
 

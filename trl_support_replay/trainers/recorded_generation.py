@@ -18,7 +18,9 @@ from ..engines.transformers_generate import ScoresRecorder, recording
 from ..parallel.processes import agreeing, agreeing_around, alone
 from ..parallel.tensor_parallel import SampleGroups
 from ..rollouts.recorder import SupportRecorder, TracedLogprob
+from ..settings.shifted import as_arguments
 from ..traces.columns import Trace
+from ..traces.shifts import LogitShifts
 from .gap_checks import SAMPLES
 from .passes import ScoringPass
 from .replayed_models import ReplayedModels
@@ -134,6 +136,7 @@ class RecordedGeneration(_TRLTrainer):
             "synthetic_eos": self.args.synthetic_eos,
             "leave_out": [self.mask_truncated_completions and ids[-1] not in ends for ids in completion_ids],
             "asked_by": str(self.sampling_settings),
+            "shifts": LogitShifts(**as_arguments(shifts)) if (shifts := self.sampling_settings.shifts) else None,
         }
 
     def _keep_samples(self, collected: Collected) -> None:

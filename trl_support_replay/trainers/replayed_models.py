@@ -13,7 +13,8 @@ from ..batch.layout import BatchLayout
 from ..policy.model_probe import Probe
 from ..policy.noise import silence
 from ..policy.replay_head import ReplayBatch
-from ..settings.contract import UnreplayableSettingError, refuse_neftune
+from ..settings.contract import UnreplayableSettingError
+from ..settings.neftune import refuse_neftune
 from ..traces.columns import Trace
 
 logger = logging.getLogger(__name__)

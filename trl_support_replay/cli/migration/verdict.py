@@ -33,7 +33,8 @@ def judge(args: Any, algorithm: str = "GRPO") -> Verdict:
         args: an object with every setting, as written.
         algorithm: "GRPO" or "RLOO".
     """
-    args = SimpleNamespace(**{name: _mapping(value) for name, value in vars(args).items()})
+    # As the replaying trainers' configurations, whose class says it.
+    args = SimpleNamespace(**{name: _mapping(value) for name, value in vars(args).items()}, replays_shifts=True)
     rloo = algorithm == "RLOO"
     sampling, refused = find_refusals(args)
     if rloo and args.use_vllm and args.vllm_mode == "server" and sampling.truncates:

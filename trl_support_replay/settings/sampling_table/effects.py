@@ -25,7 +25,10 @@ class Effect(Enum):
 
 # What these leave is what the engine reports as the support of a token.
 _NARROWING = (Effect.TRUNCATES, Effect.REMOVES, Effect.FIXES)
-_SHIFTS = "it shifts logits, and scoring does not repeat that yet"
+_SHIFTS = (
+    "it shifts logits, and scoring repeats that only in training with colocated vLLM, beside a setting that cuts "
+    "tokens, with finite values, kl_scope='support', and neither save_traces nor support_growth"
+)
 
 
 class Refused(NamedTuple):

@@ -7,6 +7,8 @@ from .effects import Effect, Field, biases, fixes, harmless, removes, shifts, tr
 _SEARCH = "the completion is found by a search, not drawn token by token"
 _DRAFTS = "it is not established that accepted draft tokens are drawn from the recorded support"
 
+_UNREPEATED = "it shifts logits in a way that scoring does not repeat"
+
 # Settings that continuous batching applies as `generate` does. It drops some others, and shows those that look at the
 # tokens so far only the latest one.
 IN_CONTINUOUS_BATCHING = (
@@ -34,8 +36,8 @@ CONFIG: dict[str, Field] = {
     "forced_bos_token_id": fixes(),
     "forced_eos_token_id": fixes(),
     "repetition_penalty": shifts(1.0),
-    "encoder_repetition_penalty": shifts(1.0),
-    "exponential_decay_length_penalty": shifts(),
+    "encoder_repetition_penalty": Field(Effect.SHIFTS, (None, 1.0), _UNREPEATED),
+    "exponential_decay_length_penalty": Field(Effect.SHIFTS, (None,), _UNREPEATED),
     "sequence_bias": biases(),
     "guidance_scale": unreplayable("its logits take a second forward, which the trainer does not repeat", 1, 1.0),
     "watermarking_config": unreplayable("a watermark moves logits by a key that the trainer does not have"),
