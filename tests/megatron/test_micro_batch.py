@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tests.megatron import recorded
 from trl_support_replay.megatron import MicroBatch, SequenceShard
 from trl_support_replay.traces import SupportError
-from trl_support_replay.traces.columns import Trace
+from trl_support_replay.traces.columns import Trace, TraceSchemaError
+from trl_support_replay.traces.shifts import LogitShifts
 
 VOCAB, LAYERS = 40, 2
 
@@ -133,6 +134,11 @@ def test_traces_that_cannot_be_laid_out() -> None:
     supports = trace.supports.take(np.array([-1, *range(1, len(trace.completion_ids) - 1), -1]))
     with pytest.raises(SupportError, match="trace 0: 2 loss-bearing tokens have no support"):
         MicroBatch.from_traces([dataclasses.replace(trace, supports=supports)])
+    shifted = dataclasses.replace(trace, shifts=LogitShifts(repetition_penalty=1.5))
+    with pytest.raises(
+        TraceSchemaError, match="Trace 1 was sampled with .* scores in Megatron-Core do not repeat that"
+    ):
+        MicroBatch.from_traces([trace, shifted])
 
 
 def test_traces_without_routes() -> None:
