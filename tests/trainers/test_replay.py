@@ -95,8 +95,12 @@ def test_vllm_generation_is_replayed_exactly(build, vllm, tiny_llama_path, setti
         assert log["sampling/sampling_logp_difference/max"] == pytest.approx(log["support/logprob_gap_max"], abs=1e-6)
 
 
+PENALTIES = {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.2}
+
+
 @pytest.mark.slow
-def test_four_thousand_tokens_of_top_p_alone_are_replayed_exactly(build, smollm2_llm, smollm2_path, monkeypatch):
+@pytest.mark.parametrize("penalties", [{}, PENALTIES], ids=["top_p alone", "with penalties"])
+def test_four_thousand_tokens_of_top_p_are_replayed_exactly(build, smollm2_llm, smollm2_path, monkeypatch, penalties):
     lend(monkeypatch, smollm2_llm, str(smollm2_path))
     trainer = build(
         str(smollm2_path),
@@ -106,7 +110,7 @@ def test_four_thousand_tokens_of_top_p_alone_are_replayed_exactly(build, smollm2
         per_device_train_batch_size=16,
         max_steps=4,
         learning_rate=1e-5,
-        generation_kwargs={"ignore_eos": True},
+        generation_kwargs={"ignore_eos": True, **penalties},
     )
     trainer.train()
     logs = assert_replayed(trainer, 4)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import trl_support_replay.trainers.grpo as grpo_module
+from trl_support_replay import SupportReplayRLOOConfig, SupportReplayRLOOTrainer
 from trl_support_replay.checks.replay_check import ReplayGapError
 from trl_support_replay.settings.contract import UnreplayableSettingError
 from trl_support_replay.traces.columns import Trace, traces_to_table
@@ -18,6 +19,7 @@ from trl_support_replay.traces.support import SupportRows
 # Completions of these few tokens, which therefore come again and again: by chance they would not.
 BIAS = {1000 + i: 100.0 + i / 8 for i in range(12)}
 PENALTIES = {"presence_penalty": 0.7, "frequency_penalty": 0.5, "logit_bias": BIAS}
+RLOO = {"trainer_cls": SupportReplayRLOOTrainer, "config_cls": SupportReplayRLOOConfig}
 SETTINGS = {"use_vllm": True, "top_k": 20, "top_p": 0.9, "max_completion_length": 12}
 
 
@@ -28,8 +30,9 @@ SETTINGS = {"use_vllm": True, "top_k": 20, "top_p": 0.9, "max_completion_length"
         {"generation_kwargs": {"logit_bias": BIAS}},
         {"repetition_penalty": 1.01, "generation_kwargs": {"logit_bias": BIAS}},
         {"repetition_penalty": 1.01, "generation_kwargs": PENALTIES, "beta": 0.1, "num_iterations": 2},
+        {"repetition_penalty": 1.01, "generation_kwargs": PENALTIES, "beta": 0.1, **RLOO},
     ],
-    ids=["bias", "repetition", "all"],
+    ids=["bias", "repetition", "all", "RLOO"],
 )
 def test_replayed_equals_recorded(build, vllm, tiny_llama_path, shifts):
     trainer = build(tiny_llama_path, **SETTINGS, **shifts)
