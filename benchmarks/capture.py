@@ -74,9 +74,9 @@ def main() -> None:
         asked = {} if name == "plain" else capture.request_kwargs(top_k or 20, config)
         params = [
             SamplingParams(
+                # What is asked for must not change what is sampled.
+                **{**asked, "top_k": top_k, **sampling},
                 **{"max_tokens": args.tokens, "ignore_eos": True, "detokenize": False, "seed": seed + i},
-                **sampling,
-                **asked,
             )
             for i in range(args.requests)
         ]
